@@ -1,0 +1,55 @@
+# make demo        a run from nothing on any laptop          make test        the whole suite, both library lanes
+# make check       format, lint, types, import contracts     make test-long   what takes longer than CI allows
+# make bench       speed and memory against stated baselines make format      rewrite the formatting
+PYTHON ?= python3.11
+VENV ?= .venv
+RELEASE_VENV ?= .venv-release
+BIN = $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest
+# One compute thread a worker: two workers then share two cores without fighting, and CPU results do not depend on it.
+TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: demo install test test-default test-release test-long check format bench clean
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/ps train demo
+
+test: test-default test-release
+
+test-default: install
+	$(TEST_ENV) $(PYTEST) -n 2 --dist loadfile -m "not long" --cov=parallel_synthesis --cov=pscli --cov-report=term:skip-covered
+
+# The model, checkpoint and merge tests with the transformers and peft of the release.
+test-release: $(RELEASE_VENV)/.installed
+	$(TEST_ENV) $(RELEASE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "lane and not long"
+
+test-long: install
+	$(TEST_ENV) $(PYTEST) -m long --timeout=3600
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+$(VENV)/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(RELEASE_VENV)/.installed: constraints-release.txt pyproject.toml
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-release.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(RELEASE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,0 +1,254 @@
+"""Names and places: the files of a run and of a checkpoint, how a checkpoint is found, and what disk a run
+needs."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel_synthesis.config import CheckpointConfig
+from parallel_synthesis.errors import CheckpointError, StorageError
+from parallel_synthesis.provenance.manifest import MANIFEST, verify_quick
+
+CACHE_MAPPER = "cache_mapper.pt"
+CACHE_MAPPER_CONFIG = "cache_mapper_config.json"
+JUDGER_LORA = "judger_lora"
+ADAPTER_CONFIG = f"{JUDGER_LORA}/adapter_config.json"
+ADAPTER_MODEL = f"{JUDGER_LORA}/adapter_model.safetensors"
+TRAINING_STATE = "training_state.pt"
+CHECKPOINT_META = "checkpoint_meta.json"
+COMPONENT_ENTRIES = (
+    CACHE_MAPPER,
+    CACHE_MAPPER_CONFIG,
+    JUDGER_LORA,
+    TRAINING_STATE,
+    CHECKPOINT_META,
+    MANIFEST,
+)
+
+RUN_ARGS = "run_args.json"
+TRAIN_LOG = "train.log"
+SUMMARY = "train_mixed_summary.json"
+STEP_CHECKPOINTS = "step_checkpoints"
+LATEST = "latest"
+MILESTONES = "milestones"
+SUPERSEDED = "superseded"
+
+_STEP = re.compile(r"step_([0-9]{9}|[1-9][0-9]{9,})")
+_MILESTONE = re.compile(r"(?P<recipe>.+)_step_(?P<step>0|[1-9][0-9]*)", re.DOTALL)
+
+
+class StepCheckpoint(NamedTuple):
+    """A committed step checkpoint of a run."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The paths of a run directory; nothing is created or looked at."""
+
+    out: Path
+
+    @property
+    def run_args(self) -> Path:
+        return self.out / RUN_ARGS
+
+    @property
+    def train_log(self) -> Path:
+        return self.out / TRAIN_LOG
+
+    @property
+    def summary(self) -> Path:
+        return self.out / SUMMARY
+
+    @property
+    def manifest(self) -> Path:
+        """The final manifest: there only when the run is complete."""
+        return self.out / MANIFEST
+
+    @property
+    def step_checkpoints(self) -> Path:
+        return self.out / STEP_CHECKPOINTS
+
+    @property
+    def latest(self) -> Path:
+        return self.step_checkpoints / LATEST
+
+    @property
+    def milestones(self) -> Path:
+        return self.out / MILESTONES
+
+    @property
+    def superseded(self) -> Path:
+        return self.out / SUPERSEDED
+
+    def step(self, step: int) -> Path:
+        return self.step_checkpoints / step_name(step)
+
+    def milestone(self, recipe: str, step: int) -> Path:
+        return self.milestones / milestone_name(recipe, step)
+
+
+def step_name(step: int) -> str:
+    """95060 -> "step_000095060"; nine digits or more, so that names sort as steps do."""
+    if step < 0:
+        raise ValueError(f"step {step}: expected 0 or more")
+    return f"step_{step:09d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a step directory's name, None for any other name (names are matched whole)."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def milestone_name(recipe: str, step: int) -> str:
+    """("general", 95060) -> "general_step_95060". CheckpointError for a recipe name that is no file name."""
+    if not recipe or recipe.startswith(".") or not recipe.isprintable() or re.search(r"[/\\@]", recipe):
+        raise CheckpointError(
+            f"recipe name {recipe!r} cannot name a milestone; expected a name without / \\ @ and leading dot"
+        )
+    return f"{recipe}_step_{step}"
+
+
+def parse_milestone(name: str) -> tuple[str, int] | None:
+    """(recipe, step) of a milestone directory's name, None for any other name."""
+    match = _MILESTONE.fullmatch(name)
+    return (match["recipe"], int(match["step"])) if match and not name.startswith(".") else None
+
+
+def is_committed(directory: Path) -> bool:
+    """The directory has a manifest: it was committed (which does not yet say that it is still whole)."""
+    manifest = directory / MANIFEST
+    return manifest.is_file() and not manifest.is_symlink()
+
+
+def newest_committed(run: Path) -> list[StepCheckpoint]:
+    """The committed step checkpoints of a run directory, newest first; empty when there are none.
+
+    StorageError when the directory is there and cannot be listed: that is not the same as having no
+    checkpoint.
+    """
+    found = []
+    for name in _names(run / STEP_CHECKPOINTS):
+        step = parse_step(name)
+        path = run / STEP_CHECKPOINTS / name
+        if step is not None and not path.is_symlink() and is_committed(path):
+            found.append(StepCheckpoint(step, path))
+    return sorted(found, reverse=True)
+
+
+def committed_milestones(run: Path) -> dict[str, Path]:
+    """Name -> directory of every committed milestone or snapshot of a run, sorted by name."""
+    places = {name: run / MILESTONES / name for name in _names(run / MILESTONES) if not name.startswith(".")}
+    return {name: path for name, path in sorted(places.items()) if is_committed(path)}
+
+
+def find_components(path: Path | str) -> Path:
+    """The directory that holds the components meant by `path`; see "Training directory" in the formats.
+
+    A checkpoint directory is itself. A run directory: its own components, else latest/, else
+    step_checkpoints/latest/. In a run of ours its own components count only under a valid final manifest, and
+    where `latest` is missing or dangling the newest committed step checkpoint is taken. RUN@NAME is the
+    milestone (or step directory) NAME of RUN; an existing path that happens to contain an @ wins.
+    CheckpointError saying what was expected and what there is.
+    """
+    given = Path(path).expanduser()
+    if not given.exists():
+        run, at, name = str(given).rpartition("@")
+        if at and run and Path(run).is_dir():
+            return _named(Path(run), name)
+        raise CheckpointError(f"{given} does not exist; expected a checkpoint, a run directory or RUN@NAME")
+    if not given.is_dir():
+        raise CheckpointError(
+            f"{given} is not a directory; expected a checkpoint, a run directory or RUN@NAME"
+        )
+    committed = newest_committed(given)
+    if _has_components(given) and (not committed or not verify_quick(given, extra=False)):
+        return given
+    for latest in (given / LATEST, given / STEP_CHECKPOINTS / LATEST):
+        if _has_components(latest) and (not committed or is_committed(latest)):
+            return latest.resolve()
+    if committed:
+        return committed[0].path
+    raise CheckpointError(
+        f"{given} holds no components; expected {CACHE_MAPPER} and {ADAPTER_MODEL} in it, "
+        f"in {LATEST}/ or in {STEP_CHECKPOINTS}/{LATEST}/; name another directory"
+    )
+
+
+def _named(run: Path, name: str) -> Path:
+    for path in (run / MILESTONES / name, run / STEP_CHECKPOINTS / name):
+        if name not in ("", ".", "..") and "/" not in name and _has_components(path) and is_committed(path):
+            return path
+    steps = [step_name(found.step) for found in newest_committed(run)]
+    there = ", ".join([*committed_milestones(run), *steps]) or "none"
+    raise CheckpointError(f"{run} has no milestone or step checkpoint named {name!r}; there are: {there}")
+
+
+def _has_components(directory: Path) -> bool:
+    return (directory / CACHE_MAPPER).is_file() and (directory / ADAPTER_MODEL).is_file()
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [entry.name for entry in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StorageError(
+            f"cannot list {directory}: {error.strerror}; check its permissions and the disk"
+        ) from error
+
+
+def saved_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
+    """The global steps at which a run of `steps_total` steps saves: 0, every N, the milestones it reaches,
+    the end."""
+    regular = range(0, steps_total + 1, config.every) if config.every else range(0)
+    return sorted({0, steps_total, *regular, *(step for step in config.milestones if step <= steps_total)})
+
+
+def kept_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
+    """The steps whose bytes are on the disk when they are most: what is kept while the last save is being
+    written.
+
+    That is the peak, since a save adds one and retention then removes at most one; milestones share their
+    step's bytes.
+    """
+    saved = saved_steps(steps_total, config)
+    named = set(config.milestones)
+    every = config.keep_every
+    kept = {step for step in saved if step == 0 or step in named or (every is not None and step % every == 0)}
+    unnamed = [step for step in saved if step not in named]
+    return sorted(kept | set(unnamed[-(config.keep_last + 1) :]) | {saved[-1]})
+
+
+def disk_needed(
+    component_bytes: int, steps_total: int, config: CheckpointConfig, *, links: bool = True
+) -> int:
+    """Bytes of disk that a run's checkpoints take at their peak.
+
+    component_bytes: bytes of one checkpoint. links: hard links work, so that milestones and the final
+    components in OUT cost nothing; without them each milestone and the final set are copies.
+    """
+    copies = 0 if links else 1 + len({step for step in config.milestones if step <= steps_total})
+    return component_bytes * (len(kept_steps(steps_total, config)) + copies)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user may still write on the file system of `path`, which need not exist yet."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        stats = os.statvfs(place)
+    except OSError as error:
+        raise StorageError(
+            f"cannot ask {place} for its free space: {error.strerror}; name another directory"
+        ) from error
+    return stats.f_bavail * stats.f_frsize

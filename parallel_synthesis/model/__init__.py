@@ -1,0 +1,1 @@
+"""Frozen backbone, tokenised rows, branch caches, cache mapper, synthesizer LoRA and the loss."""

@@ -1,0 +1,173 @@
+"""Reads and checks the two components of a checkpoint: cache_mapper.pt with its config, and judger_lora/."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from parallel_synthesis.config import LoraConfig, MapperConfig
+from parallel_synthesis.errors import CheckpointError
+from parallel_synthesis.model.backbone import Backbone
+
+MAPPER_FILE = "cache_mapper.pt"
+MAPPER_CONFIG_FILE = "cache_mapper_config.json"
+ADAPTER_FILE = "judger_lora/adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "judger_lora/adapter_config.json"
+# Variants of LoRA that change the function; the method uses none of them.
+_PLAIN = {"use_rslora": False, "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A PEFT config as plain JSON types with sorted lists, so that equal content is equal bytes."""
+    content = {key: _plain(value) for key, value in config.to_dict().items()}
+    return dict(sorted((content | {"inference_mode": True}).items()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def embeddings(peft_model: nn.Module) -> dict[str, Tensor]:
+    """Input and output embedding under the names PEFT gives them in a file; a tied pair only once."""
+    found: dict[str, Tensor] = {}
+    model: Any = peft_model
+    parts = [model.get_input_embeddings(), model.get_base_model().get_output_embeddings()]
+    for name, module in peft_model.named_modules():
+        if any(module is part for part in parts):
+            weight: Tensor = module.weight.detach()  # type: ignore[operator, union-attr]
+            if all(weight.data_ptr() != other.data_ptr() for other in found.values()):
+                found[f"{name}.weight"] = weight
+    return found
+
+
+def read_mapper(directory: Path, expected: MapperConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State dict of cache_mapper.pt, checked against the run's mapper. A missing config file means 32 and "both"."""
+    path = directory / MAPPER_CONFIG_FILE
+    config = _read_json(path) if path.exists() else {"hidden_dim": 32, "metadata_features": "both"}
+    for key in ("hidden_dim", "metadata_features"):
+        wanted = getattr(expected, key)
+        if config.get(key) != wanted:
+            raise CheckpointError(
+                f"{path}: {key} = {config.get(key)!r}, expected {wanted!r}; set mapper.{key} to the checkpoint's"
+            )
+    path = directory / MAPPER_FILE
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be read as a torch state dict: {error}") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path}: expected a state dict of tensors {sorted(state)}")
+    _check_names(path, set(loaded), set(state))
+    for name, tensor in loaded.items():
+        _check_tensor(path, name, tensor, state[name])
+    return loaded
+
+
+def read_adapter(
+    directory: Path, expected: LoraConfig, state: Mapping[str, Tensor], backbone: Backbone
+) -> dict[str, Tensor]:
+    """LoRA tensors of a checkpoint's adapter, checked against the run's own adapter `state`.
+
+    Embeddings in the file (the release has them) must be the backbone's own, since they are never trained; rows beyond
+    those of the backbone's files are returned with the LoRA.
+    """
+    config_path, path = directory / ADAPTER_CONFIG_FILE, directory / ADAPTER_FILE
+    _check_config(config_path, _read_json(config_path), expected)
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as reader:
+            names = set(reader.keys())
+            lora = {name for name in state if ".lora_" in name}
+            frozen = {name for name in names if name.endswith(("embed_tokens.weight", "embed_in.weight"))}
+            frozen |= {name for name in names if name.endswith(("lm_head.weight", "embed_out.weight"))}
+            _check_names(path, names - frozen, lora)
+            for name in sorted(names):
+                tensors[name] = reader.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+    for name in lora:
+        _check_tensor(path, name, tensors[name], state[name])
+    for name in frozen:
+        _check_frozen(path, name, tensors[name], backbone)
+    return tensors
+
+
+def _check_config(path: Path, config: Mapping[str, Any], expected: LoraConfig) -> None:
+    for key, wanted, setting in (("r", expected.r, "lora.r"), ("lora_alpha", expected.alpha, "lora.alpha")):
+        if config.get(key) != wanted:
+            raise CheckpointError(
+                f"{path}: {key} = {config.get(key)!r}, expected {wanted}; set {setting} to it"
+            )
+    modules = config.get("target_modules") or []
+    if isinstance(modules, str) or set(modules) != set(expected.target_modules):
+        raise CheckpointError(
+            f"{path}: target_modules = {modules!r}, expected {sorted(expected.target_modules)}; "
+            "set lora.target_modules to the checkpoint's"
+        )
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise CheckpointError(
+                f"{path}: {key} = {config[key]!r}, expected {plain!r}: this LoRA variant is not used here"
+            )
+
+
+def _check_names(path: Path, found: set[str], wanted: set[str]) -> None:
+    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    if missing or extra:
+        raise CheckpointError(
+            f"{path}: tensors do not fit this run: {len(missing)} missing {missing[:2]}, {len(extra)} unknown "
+            f"{extra[:2]}; expected the {len(wanted)} of this backbone and config"
+        )
+
+
+def _check_tensor(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
+    if found.shape != wanted.shape:
+        raise CheckpointError(f"{path}: {name} has shape {list(found.shape)}, expected {list(wanted.shape)}")
+    if not found.is_floating_point() or not bool(found.isfinite().all()):
+        raise CheckpointError(
+            f"{path}: {name} ({found.dtype}) is not all finite floats; use another checkpoint"
+        )
+
+
+def _check_frozen(path: Path, name: str, found: Tensor, backbone: Backbone) -> None:
+    ends_it = name.endswith(("embed_tokens.weight", "embed_in.weight"))
+    model = backbone.model
+    own: Tensor = (model.get_input_embeddings() if ends_it else model.get_output_embeddings()).weight
+    files_rows = backbone.resized_from or own.shape[0]
+    rows = min(files_rows, found.shape[0])
+    fits = found.shape[1:] == own.shape[1:] and found.shape[0] <= own.shape[0]
+    if not fits or not torch.equal(found[:rows].to(own.dtype), own[:rows].cpu()):
+        raise CheckpointError(
+            f"{path}: {name} {list(found.shape)} is not the embedding of backbone {backbone.name} {list(own.shape)}; "
+            "use the backbone the adapter was trained on"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); expected a checkpoint's components"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return content

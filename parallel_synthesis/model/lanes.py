@@ -1,0 +1,105 @@
+"""The only file that knows how transformers releases differ: cache argument, cache layers, rope module, loading.
+
+Shape legend: B batch, H key/value heads, T tokens, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import logging as transformers_logging
+
+States = tuple[Tensor, Tensor]  # keys and values, each [B, H, T, D]
+
+
+class PastLayer(DynamicLayer):  # type: ignore[misc]
+    """A cache layer whose past is given, and which never copies more than attention needs.
+
+    `past` gives the keys and values [1 or B, H, length, D] that come before the new ones, in order; it is called when
+    the layer is reached, so that a mapped copy of the cache exists for one layer at a time. The new ones are kept in
+    `new` when `record` is set.
+    """
+
+    def __init__(self, past: Callable[[], Sequence[States]], *, length: int, record: bool) -> None:
+        super().__init__()
+        self.is_initialized = True  # transformers takes an uninitialised layer for an empty one
+        self._past = past
+        self._length = length
+        self._record = record
+        self.new: States | None = None
+
+    def get_seq_length(self) -> int:
+        """Length of the past; right from the start, since masks and positions are made from it."""
+        return self._length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
+        """Past and new, joined along the sequence. Further arguments (rotary tables, positions) are not needed."""
+        if self._record:
+            self.new = (key_states, value_states)
+        batch = key_states.shape[0]
+        past = [(k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)) for k, v in self._past()]
+        if not past:
+            return key_states, value_states
+        keys = torch.cat([*(k for k, _ in past), key_states], dim=-2)
+        return keys, torch.cat([*(v for _, v in past), value_states], dim=-2)
+
+
+def make_cache(layers: Sequence[PastLayer]) -> Any:
+    """A transformers cache of hand-made layers."""
+    return Cache(layers=list(layers))
+
+
+def cache_argument(base: nn.Module) -> str | None:
+    """Under which name a base transformer takes its cache (`cache` or `past_key_values`); None if it takes none."""
+    names = inspect.signature(base.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
+
+
+def run_base(base: nn.Module, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    """Final hidden states [B, T, hidden] of `ids` [B, T] at `positions` [B, T] behind what `cache` holds.
+
+    No attention mask: what is left is the causal one, and padding on the right is never seen by a real token.
+    """
+    name = cache_argument(base)
+    assert name is not None, "load_backbone refuses such a model"
+    output = base(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache})
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def rotary_module(base: nn.Module) -> nn.Module | None:
+    """The backbone's own rotary module, or None."""
+    module = getattr(base, "rotary_emb", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def rope_type(rotary: nn.Module) -> str:
+    """Kind of rope as transformers names it ("default", "yarn", ...), the same in all releases."""
+    kind = getattr(rotary, "rope_type", None)
+    return kind if isinstance(kind, str) else f"unknown ({kind!r})"
+
+
+def rotary_tables(rotary: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D_rotary] of `positions` [T] as pure rotations: YaRN's attention scaling is divided out."""
+    like = torch.empty(1, dtype=dtype, device=positions.device)
+    cos, sin = rotary(like, positions[None])
+    scaling = getattr(rotary, "attention_scaling", 1.0)
+    return cos[0] / scaling, sin[0] / scaling
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """The library prints nothing: loading shows no progress bar. The caller's setting comes back afterwards."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,50 @@
+"""Where a model's files are: a local path beats a Hub id, and a local path never leads to the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_synthesis.errors import BackboneError
+from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What `from_pretrained` takes: `where` and further `arguments`. `name` is the model as the user wrote it."""
+
+    name: str
+    where: str
+    arguments: dict[str, Any]
+
+    @property
+    def local(self) -> bool:
+        return bool(self.arguments.get("local_files_only"))
+
+
+def find_source(model: str, revision: str | None) -> Source:
+    """Source of a Hub id, a directory, `package:PATH` or a .gguf file. BackboneError for a path that is not there."""
+    path = resolve_path(model)
+    if path.is_dir():
+        return Source(name=model, where=str(path), arguments={"local_files_only": True})
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise BackboneError(
+                f"backbone.model = {model}: a file; expected a directory, a .gguf file or a Hub id"
+            )
+        arguments = {"local_files_only": True, "gguf_file": path.name}
+        return Source(name=model, where=str(path.parent), arguments=arguments)
+    if looks_like_path(model):
+        raise BackboneError(f"backbone.model = {model}: no such file or directory ({path})")
+    return Source(name=model, where=model, arguments={"revision": revision} if revision else {})
+
+
+def looks_like_path(model: str) -> bool:
+    """Whether `model` cannot be a Hub id (`name` or `owner/name`)."""
+    return (
+        model.startswith((PACKAGE_PREFIX, "/", ".", "~"))
+        or model.lower().endswith(".gguf")
+        or model.count("/") > 1
+        or Path(model).is_absolute()
+    )

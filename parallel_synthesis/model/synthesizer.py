@@ -1,0 +1,186 @@
+"""The synthesizer: cache mapper and LoRA on a frozen backbone, the loss of a row, and its two components' files."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import TaskType, get_peft_model
+from torch import Tensor, nn
+
+from parallel_synthesis.config import Components, LoraConfig, MapperConfig
+from parallel_synthesis.errors import BackboneError
+from parallel_synthesis.model import components as files
+from parallel_synthesis.model.backbone import Backbone
+from parallel_synthesis.model.branches import common_prefix, empty_cache, join, plan_prefill, prefill
+from parallel_synthesis.model.lanes import run_base
+from parallel_synthesis.model.loss import target_loss
+from parallel_synthesis.model.mapper import CacheMapper
+from parallel_synthesis.model.tokens import BranchTokens, RowTokens
+
+ADAPTER = "default"
+
+
+class Synthesizer:
+    """Reads all branches of a row at once through the joined cache (design.md, "The method, exactly").
+
+    `backbone.model` stays as it is and prefills the branches; the LoRA sits on a second module tree over the same
+    parameters. So prefill needs no switching off of the LoRA, and no error can leave it off. All trainable weights are
+    fp32 and drawn from `seed` alone; the global RNG is left untouched. `forwards` counts backbone forwards.
+    """
+
+    def __init__(self, backbone: Backbone, *, mapper: MapperConfig, lora: LoraConfig, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.backbone = backbone
+        self.lora_config = lora
+        self.mapper_config = mapper
+        self.forwards = 0
+        self.peft_model = _add_lora(backbone, lora)
+        _draw_lora(self.peft_model, generator)
+        self.mapper = CacheMapper(mapper, generator=generator).to(backbone.device)
+        model = self.peft_model.get_base_model()
+        self._base: nn.Module = model.base_model
+        self._head: nn.Module = model.get_output_embeddings()
+        self._dropouts = [
+            part
+            for name, part in model.named_modules()
+            if ".lora_dropout." in name and isinstance(part, nn.Dropout)
+        ]
+        self.train(False)
+
+    def train(self, mode: bool = True) -> None:
+        """LoRA dropout on or off. Nothing else of the backbone ever leaves eval mode."""
+        for dropout in self._dropouts:
+            dropout.train(mode)
+
+    def lora_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """LoRA weights in module order, under the names of the adapter file."""
+        found = self.peft_model.named_parameters()
+        return [(name.replace(f".{ADAPTER}.", "."), part) for name, part in found if ".lora_" in name]
+
+    def parameters(self, components: Components) -> list[tuple[str, nn.Parameter]]:
+        """The weights that `components` trains: the mapper's first, then the LoRA's in module order.
+
+        The order of the optimizer's state in checkpoints (formats.md, "training_state.pt"). Sets requires_grad: True
+        for these, False for the other component's.
+        """
+        mapper = [(f"cache_mapper.{name}", part) for name, part in self.mapper.named_parameters()]
+        lora = self.lora_parameters()
+        for _, parameter in mapper:
+            parameter.requires_grad_(components != "lora_only")
+        for _, parameter in lora:
+            parameter.requires_grad_(components != "mapper_only")
+        return [(name, part) for name, part in (*mapper, *lora) if part.requires_grad]
+
+    def loss(self, row: RowTokens, *, with_branches: bool = True, train: bool = True) -> tuple[Tensor, int]:
+        """Sum of the target cross-entropy (scalar, fp32, differentiable) and the number of target tokens.
+
+        `train` switches LoRA dropout on, which draws from torch's global RNG; nothing else draws.
+        """
+        self.train(train)
+        hidden = self._live_hidden(row, with_branches=with_branches)
+        targets = torch.tensor(row.live[row.target_start :], device=self.backbone.device)
+        return target_loss(self._head, hidden[row.target_start - 1 : -1], targets), row.target_tokens
+
+    @torch.no_grad()
+    def logits(self, row: RowTokens, *, with_branches: bool = True) -> Tensor:
+        """Logits [live, vocabulary] at every live position, without dropout; for checks, training never makes them."""
+        self.train(False)
+        logits: Tensor = self._head(self._live_hidden(row, with_branches=with_branches))
+        return logits
+
+    def _live_hidden(self, row: RowTokens, *, with_branches: bool) -> Tensor:
+        """Final hidden states [live, hidden] of the live sequence behind the joined cache."""
+        branches = row.branches if with_branches else ()
+        offset = max((branch.kept for branch in branches), default=0)
+        device = self.backbone.device
+        ids = torch.tensor([row.live], device=device)
+        positions = torch.arange(offset, offset + len(row.live), device=device)[None]
+        cache = self._joined(branches) if branches else empty_cache(self.backbone.layers)
+        self.forwards += 1
+        return run_base(self._base, ids, positions, cache)[0]
+
+    def _joined(self, branches: tuple[BranchTokens, ...]) -> Any:
+        plan = plan_prefill([len(branch.ids) for branch in branches], common_prefix(branches))
+        self.forwards += plan.forwards
+        caches = prefill(self.backbone.base, branches, plan)
+        return join(caches, self.mapper([cache.kept for cache in caches], self.backbone.layers))
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The tensors of adapter_model.safetensors under PEFT's names: fp32 LoRA weights.
+
+        The frozen embeddings are in it only when the run itself resized the vocabulary: nobody else has those rows.
+        """
+        state = {name: part.detach() for name, part in self.lora_parameters()}
+        if self.backbone.resized_from is not None:
+            state |= files.embeddings(self.peft_model)
+        return state
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Content of adapter_config.json as PEFT writes it: plain JSON types, sorted lists."""
+        return files.plain_config(self.peft_model.peft_config[ADAPTER])
+
+    def load_components(self, directory: Path) -> None:
+        """Takes over the mapper and the LoRA of a checkpoint directory. CheckpointError names what does not fit."""
+        mapper = files.read_mapper(directory, self.mapper_config, self.mapper.state_dict())
+        lora = files.read_adapter(directory, self.lora_config, self.adapter_state(), self.backbone)
+        with torch.no_grad():
+            self.mapper.load_state_dict(mapper)
+            for name, parameter in self.lora_parameters():
+                parameter.copy_(lora[name])
+            if self.backbone.resized_from is not None:
+                for name, weight in files.embeddings(self.peft_model).items():
+                    if name in lora:
+                        weight[self.backbone.resized_from :] = lora[name][self.backbone.resized_from :]
+
+
+def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
+    """A PEFT model with a new LoRA over the backbone's own parameters; `backbone.model` itself is not touched."""
+    tensors = chain(backbone.model.parameters(), backbone.model.buffers())
+    tree = copy.deepcopy(backbone.model, {id(tensor): tensor for tensor in tensors})
+    config = PeftLoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+    )
+    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(
+            devices=devices
+        ):  # PEFT draws initial weights, which are drawn again below
+            peft_model = get_peft_model(tree, config)
+    except ValueError as error:
+        names = {
+            name.rpartition(".")[2]
+            for name, part in backbone.model.named_modules()
+            if isinstance(part, nn.Linear)
+        }
+        raise BackboneError(
+            f"lora.target_modules = {list(lora.target_modules)}: cannot be attached to {backbone.name}; "
+            f"expected some of its linear modules: {', '.join(sorted(names))}"
+        ) from error
+    # Set now: PEFT itself fills in the path the weights were loaded from, and warns when it was given another name.
+    config.base_model_name_or_path, config.revision = backbone.name, backbone.revision
+    return peft_model
+
+
+def _draw_lora(peft_model: nn.Module, generator: torch.Generator) -> None:
+    """A uniform within 1/sqrt(inputs) (PEFT's own range), B zero; in module order, on the CPU, in fp32."""
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(parameter.shape[1])
+                drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                parameter.copy_(drawn.uniform_(-bound, bound, generator=generator))
+            elif ".lora_B." in name:
+                parameter.zero_()
+            if ".lora_" in name:
+                assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"

@@ -1,0 +1,1 @@
+"""Bytes and their proofs: hashing, manifests, JSON Schema, environment fingerprint (no torch)."""

@@ -1,0 +1,176 @@
+"""train.log: one record a line, append only; the writer and the parser (no torch).
+
+The first fields of a record are those of the reference implementation (formats.md); ours follow them:
+    rows       per rank, its row numbers                             3,17;21,4        (`;` between ranks)
+    rank_loss  per rank, the fp32 bits of its loss                   3f9d70a4;...
+    rank_grad  per rank, the digest of its gradient                  16 hex digits;...
+    rank_rng   per rank, the digest of its random streams before it  16 hex digits;...
+    grad       the digest of the reduced gradient                    16 hex digits
+Readers take the last attempt of a step; a `[resume] attempt=k from_step=s` line begins an attempt.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_synthesis.errors import StorageError
+from parallel_synthesis.training.events import StepDigest, StepRecord
+
+
+class LogWriter:
+    """Appends whole lines; each is one write, so that a reader never meets a mixed one."""
+
+    def __init__(self, path: Path, *, ranks: int) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._tag = "[train]" if ranks == 1 else "[train-dist]"
+        try:
+            self._end_cut_line()
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(f"{path}: can not be opened for appending: {error.strerror}") from error
+
+    def step(self, record: StepRecord) -> None:
+        """A step with an update, or a skipped one."""
+        head = f"{self._tag} skipped" if record.skipped else self._tag
+        fields = [f"epoch={record.epoch}", f"step={record.step}"]
+        if record.skipped:
+            fields.append(f"task={record.task}")
+            if self._ranks == 1:
+                skip = record.skips[0]
+                fields += [f"reason={skip.reason}", f"msg={skip.numbers} {skip.message}"]
+            else:
+                details = "; ".join(
+                    f"rank={rank} task={record.batches[rank].task} reason={skip.reason} {skip.numbers} msg={skip.message}"
+                    for rank, skip in sorted(record.skips.items())
+                )
+                fields.append(f"details={details}")
+        else:
+            fields.append(
+                f"task={record.task}" if self._ranks == 1 else f"rank_tasks={[batch.task for batch in record.batches]}"
+            )
+            fields += [
+                f"loss={_number(record.loss, 4)}",
+                f"ppl={_number(record.perplexity, 4)}",
+                f"target_tokens={record.target_tokens}",
+            ]
+        fields += [
+            f"seconds={record.seconds:.4f}",
+            f"prefill_tokens={record.prefill_tokens}",
+            f"live_tokens={record.live_tokens}",
+            f"memory_gib={record.memory_gib:.3f}",
+        ]
+        if not record.skipped:
+            fields.append(f"grad_norm={record.gradient_norm:.6g}")
+        fields += _digest_fields(record.digest)
+        self.line(f"{head} {' '.join(fields)}")
+
+    def epoch_done(self, epoch: int, *, loss: float, perplexity: float, target_tokens: int) -> None:
+        self.line(
+            f"{self._tag} epoch={epoch} done: avg_loss={_number(loss, 6)} ppl={_number(perplexity, 6)} "
+            f"target_tokens={target_tokens}"
+        )
+
+    def cuda_memory(self, rank: int, step: int, gib: tuple[float, float, float, float]) -> None:
+        allocated, reserved, peak_allocated, peak_reserved = gib
+        self.line(
+            f"[cuda-memory] rank={rank} step={step} allocated_gib={allocated:.3f} reserved_gib={reserved:.3f} "
+            f"peak_allocated_gib={peak_allocated:.3f} peak_reserved_gib={peak_reserved:.3f}"
+        )
+
+    def line(self, text: str) -> None:
+        """Any other record: one line."""
+        data = (text.replace("\n", " ") + "\n").encode()
+        try:
+            written = os.write(self._file, data)
+            if written != len(data):  # a full disk takes a part; the line is ended by whoever opens the log next
+                raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise StorageError(
+                f"{self._path}: a log record could not be written: {error.strerror}; free some space, then resume"
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _end_cut_line(self) -> None:
+        """A line that a killed writer left without its end is ended, never removed."""
+        if not self._path.exists() or self._path.stat().st_size == 0:
+            return
+        with self._path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedStep:
+    """A step as a log line has it. Fields the line lacks (a reference log) are None; `loss` of a skip is None."""
+
+    step: int
+    epoch: int
+    skipped: bool
+    loss: float | None
+    target_tokens: int | None
+    digest: StepDigest | None
+    line: int
+
+
+_STEP = re.compile(r"^\[train(?:-dist)?\] (skipped )?epoch=(\d+) step=(\d+) (.*)$")
+_FIELD = re.compile(r"(?:^|\s)(loss|target_tokens|rows|rank_loss|rank_grad|rank_rng|grad)=(\S*)")
+
+
+def read_steps(lines: Iterable[str]) -> Iterator[LoggedStep]:
+    """The step records of a log, in file order, superseded ones included; other lines are passed over."""
+    for number, line in enumerate(lines, start=1):
+        found = _STEP.match(line.rstrip("\n"))
+        if found is None:
+            continue
+        skipped, epoch, step, rest = found.groups()
+        fields = dict(_FIELD.findall(rest))
+        if skipped is not None:  # a skip's own words may hold `loss=nan`, which is not the step's loss
+            fields.pop("loss", None)
+        yield LoggedStep(
+            step=int(step),
+            epoch=int(epoch),
+            skipped=skipped is not None,
+            loss=float(fields["loss"]) if "loss" in fields else None,
+            target_tokens=int(fields["target_tokens"]) if "target_tokens" in fields else None,
+            digest=_read_digest(fields),
+            line=number,
+        )
+
+
+def _digest_fields(digest: StepDigest) -> list[str]:
+    fields = [f"rows={';'.join(','.join(map(str, rows)) for rows in digest.rows)}"]
+    if digest.loss:
+        fields += [f"rank_loss={';'.join(digest.loss)}", f"rank_grad={';'.join(digest.gradient)}"]
+    fields.append(f"rank_rng={';'.join(digest.rng)}")
+    if digest.reduced:
+        fields.append(f"grad={digest.reduced}")
+    return fields
+
+
+def _read_digest(fields: dict[str, str]) -> StepDigest | None:
+    if "rows" not in fields or "rank_rng" not in fields:
+        return None
+
+    def parts(name: str) -> tuple[str, ...]:
+        return tuple(fields[name].split(";")) if name in fields else ()
+
+    return StepDigest(
+        rows=tuple(tuple(int(row) for row in rows.split(",")) for rows in parts("rows")),
+        loss=parts("rank_loss"),
+        gradient=parts("rank_grad"),
+        rng=parts("rank_rng"),
+        reduced=fields.get("grad", ""),
+    )
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else str(value)

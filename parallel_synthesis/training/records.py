@@ -1,0 +1,164 @@
+"""What a run writes down about itself: run_args.json, the checkpoint's meta, the summary. Plain documents (no torch)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_synthesis import __version__
+from parallel_synthesis.checkpoint.replace import replace_json
+from parallel_synthesis.checkpoint.layout import ADAPTER_MODEL, CACHE_MAPPER, CHECKPOINT_META, RunPaths
+from parallel_synthesis.config import Config
+from parallel_synthesis.data.index import RowFile
+from parallel_synthesis.provenance.environment import fingerprint
+from parallel_synthesis.provenance.hashing import sha256_file
+from parallel_synthesis.provenance.schema import read_json
+from parallel_synthesis.recipe import Resolved
+from parallel_synthesis.resources import resolve_path
+from parallel_synthesis.training.events import Evaluation
+from parallel_synthesis.training.progress import Progress, finite
+
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".gguf")
+_BAD_ROWS_LISTED = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What fixes a run's data and loss, as run_args.json holds it."""
+
+    config: Config
+    recipe_sha256: str
+    argv: Sequence[str]
+    origins: Mapping[str, str]
+    environment: Mapping[str, Any]
+    data: Mapping[str, Mapping[str, Any]]
+    backbone: Mapping[str, Any]
+    total_steps: int
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "version": __version__,
+            "recipe": self.config.recipe,
+            "recipe_sha256": self.recipe_sha256,
+            "argv": list(self.argv),
+            "config": self.config.to_dict(),
+            "origins": dict(self.origins),
+            "environment": dict(self.environment),
+            "data": {task: dict(entry) for task, entry in self.data.items()},
+            "backbone": dict(self.backbone),
+            "total_steps": self.total_steps,
+        }
+
+    def write(self, paths: RunPaths) -> None:
+        replace_json(paths.run_args, self.document(), "run_args")
+
+    def summary(
+        self,
+        paths: RunPaths,
+        progress: Progress,
+        *,
+        evaluations: Sequence[Evaluation],
+        train_seconds: float,
+        total_seconds: float,
+    ) -> dict[str, Any]:
+        """train_mixed_summary.json with the reference's keys and our evaluations."""
+        config = self.config
+        return {
+            "mode": "train_mixed",
+            "method": config.run.method,
+            "model_name": config.backbone.model,
+            "tasks": list(config.data.tasks),
+            "train_sample_caps": dict.fromkeys(config.data.tasks, config.data.max_rows),
+            "train_split": config.data.split,
+            "save_dir": str(paths.out),
+            "args": config.to_dict(),
+            "world_size": config.run.ranks,
+            "train_metrics": progress.train_metrics(),
+            "train_time_sec": train_seconds,
+            "total_time_sec": total_seconds,
+            "evaluations": [
+                {
+                    "when": evaluation.when,
+                    "step": evaluation.step,
+                    "loss": finite(evaluation.loss),
+                    "tasks": {task: finite(loss) for task, loss in evaluation.tasks.items()},
+                    "rows": evaluation.rows,
+                    "target_tokens": evaluation.target_tokens,
+                }
+                for evaluation in evaluations
+            ],
+        }
+
+
+def run_record(
+    resolved: Resolved,
+    *,
+    files: Mapping[str, RowFile],
+    backbone: Mapping[str, Any],
+    total_steps: int,
+    argv: Sequence[str],
+) -> RunRecord:
+    """Collects the record. `backbone`: see `backbone_record`."""
+    return RunRecord(
+        config=resolved.config,
+        recipe_sha256=resolved.sha256,
+        argv=argv,
+        origins=resolved.origins,
+        environment=fingerprint(),
+        data={task: _data_record(file) for task, file in files.items()},
+        backbone=backbone,
+        total_steps=total_steps,
+    )
+
+
+def _data_record(file: RowFile) -> dict[str, Any]:
+    bad = [{"line": row.line, "problem": row.problem} for row in file.bad]
+    return {
+        "path": str(file.path),
+        "rows": file.rows,
+        "bytes": file.bytes,
+        "sha256": file.sha256,
+        "unpacked_sha256": file.unpacked_sha256,
+        "bad_rows": len(bad),
+        "bad_rows_sha256": hashlib.sha256(json.dumps([row["line"] for row in bad]).encode()).hexdigest(),
+        "bad_rows_first": bad[:_BAD_ROWS_LISTED],
+    }
+
+
+def backbone_record(
+    model: str, *, revision: str | None, device: str, dtype: str, resized_from: int | None
+) -> dict[str, Any]:
+    """Identity of the backbone: the sha256 of each of its files when it is local, else the Hub revision."""
+    path = resolve_path(model)
+    files = {}
+    if path.is_file():
+        files = {path.name: sha256_file(path)}
+    elif path.is_dir():
+        files = {
+            child.name: sha256_file(child)
+            for child in sorted(path.iterdir())
+            if child.is_file() and child.suffix in _MODEL_FILES
+        }
+    return {
+        "model": model,
+        "revision": revision,
+        "files": files,
+        "device": device,
+        "dtype": dtype,
+        "resized_from": resized_from,
+    }
+
+
+def parent_record(given: str, components: Path) -> dict[str, Any]:
+    """A parent of a checkpoint: where it was, its step (None when it does not say), the sha256 of its components."""
+    meta = components / CHECKPOINT_META
+    return {
+        "source": given,
+        "step": read_json(meta).get("global_step") if meta.is_file() else None,
+        "components": {name: sha256_file(components / name) for name in (CACHE_MAPPER, ADAPTER_MODEL)},
+    }

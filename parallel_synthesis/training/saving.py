@@ -1,0 +1,230 @@
+"""Saving: when, what, and in which order. The training thread takes the copy; the writer's thread does the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_synthesis.checkpoint.background import BackgroundWriter
+from parallel_synthesis.checkpoint.commit import link_checkpoint, link_final, prune, set_latest
+from parallel_synthesis.checkpoint.components import HostState, capture, write_checkpoint
+from parallel_synthesis.checkpoint.layout import RunPaths, committed_milestones, milestone_name, newest_committed
+from parallel_synthesis.checkpoint.replace import replace_json
+from parallel_synthesis.checkpoint.retention import keep
+from parallel_synthesis.checkpoint.state import training_state
+from parallel_synthesis.config import Config
+from parallel_synthesis.errors import DivergenceError, PeerError
+from parallel_synthesis.model.synthesizer import Synthesizer
+from parallel_synthesis.training.events import Evaluation, Observer, StepRecord
+from parallel_synthesis.training.prepare import Preparer
+from parallel_synthesis.training.progress import Progress
+from parallel_synthesis.training.ranks import PEER_PAUSE_SECONDS, Processes
+from parallel_synthesis.training.records import RunRecord
+from parallel_synthesis.training.rng import RankStreams
+from parallel_synthesis.training.step import replica_difference
+
+
+class Saver:
+    """Takes and commits a run's checkpoints. `save` is collective; only the first process writes."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        paths: RunPaths,
+        processes: Processes,
+        synthesizer: Synthesizer,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        streams: RankStreams,
+        preparer: Preparer,
+        progress: Progress,
+        record: RunRecord,
+        parents: Sequence[Mapping[str, Any]],
+        total_steps: int,
+        observer: Observer,
+    ) -> None:
+        self._config = config
+        self._paths = paths
+        self._processes = processes
+        self._synthesizer = synthesizer
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._streams = streams
+        self._preparer = preparer
+        self._progress = progress
+        self._record = record
+        self._parents = parents
+        self._total_steps = total_steps
+        self._observer = observer
+        self._writer = BackgroundWriter(enabled=config.checkpoint.background)
+        self._began = time.monotonic()
+        self._last_saved: int | None = None
+        self._announced: list[tuple[int, str | None, float]] = []
+
+    @property
+    def milestones(self) -> tuple[str, ...]:
+        """Names of the milestones there are."""
+        return tuple(committed_milestones(self._paths.out))
+
+    def is_due(self, step: int) -> bool:
+        """Every N steps, at milestones and at the planned end; skipped steps too."""
+        every = self._config.checkpoint.every
+        return (
+            (every > 0 and step % every == 0)
+            or step in self._config.checkpoint.milestones
+            or step == self._total_steps
+        )
+
+    def save(self, record: StepRecord | None = None) -> None:
+        """Copies the state of now and hands it to the writer. record: the step just done, None before the first."""
+        self._check_replicas()
+        progress, processes = self._progress, self._processes
+        streams = {rank: self._streams.saved(rank) for rank in processes.mine}
+        by_rank = {rank: state for part in processes.exchange(streams) for rank, state in part.items()}
+        self._last_saved = progress.step
+        if not processes.is_first:
+            return
+        state = capture(
+            step=progress.step,
+            mapper=self._synthesizer.mapper.state_dict(),
+            mapper_config={
+                "hidden_dim": self._config.mapper.hidden_dim,
+                "metadata_features": self._config.mapper.metadata_features,
+            },
+            adapter=self._synthesizer.adapter_state(),
+            adapter_config=self._synthesizer.adapter_config(),
+            training_state=training_state(
+                global_step=progress.step,
+                ranks=processes.ranks,
+                optimizer_state=self._optimizer.state_dict(),
+                loop_state=progress.loop_state(
+                    epoch_rng_state=self._preparer.epoch_rng_state(progress.epoch_index)
+                ),
+                rank_states={
+                    rank: progress.rank_state(rank, streams) for rank, streams in sorted(by_rank.items())
+                },
+                versions=self._record.environment["packages"],
+            ),
+            meta=self._meta(record),
+        )
+        summary = self._summary(())
+        self._writer.submit(lambda: self._write(state, summary))
+        self._announce()
+
+    def save_if_new(self) -> None:
+        """A save at a step that has none yet."""
+        if self._last_saved != self._progress.step:
+            self.save()
+
+    def finish(self) -> None:
+        """Waits for the last save and makes it the run's final checkpoint, manifest last: the run is complete."""
+        self.wait()
+        if self._processes.is_first:
+            link_final(self._paths.step(self._progress.step), self._paths.out)
+        self._processes.exchange(None)
+
+    def write_summary(self, evaluations: Sequence[Evaluation]) -> None:
+        if self._processes.is_first:
+            replace_json(self._paths.summary, self._summary(evaluations), "train_mixed_summary")
+
+    def raise_if_failed(self) -> None:
+        """Raises the failure of a save that has ended, in the process that writes."""
+        self._writer.raise_if_failed()
+        self._announce()
+
+    def wait(self) -> None:
+        """Until nothing is being written; then every process knows that the save is whole."""
+        self._writer.wait()
+        self._announce()
+        self._processes.exchange(None)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, state: HostState, summary: Mapping[str, Any]) -> None:
+        """In the writer's thread: commit, latest, milestone, retention, summary; an order that loses nothing."""
+        started = time.monotonic()
+        checkpoint, paths = self._config.checkpoint, self._paths
+        destination = paths.step(state.step)
+        write_checkpoint(destination, state)
+        set_latest(paths.step_checkpoints, state.step)
+        milestone = None
+        if state.step in checkpoint.milestones:
+            milestone = milestone_name(self._config.recipe, state.step)
+            link_checkpoint(destination, paths.milestones / milestone)
+        prune(
+            paths.out,
+            keep(
+                (there.step for there in newest_committed(paths.out)),
+                last=checkpoint.keep_last,
+                every=checkpoint.keep_every,
+                named=checkpoint.milestones,
+            ),
+        )
+        replace_json(paths.summary, summary, "train_mixed_summary")
+        self._announced.append((state.step, milestone, time.monotonic() - started))
+
+    def _announce(self) -> None:
+        """Tells the observer, in the training thread, what the writer has committed."""
+        while self._announced:
+            step, milestone, seconds = self._announced.pop(0)
+            self._observer.saved(step, self._paths.step(step), milestone, seconds)
+
+    def _check_replicas(self) -> None:
+        found = replica_difference(self._parameters, self._processes.exchange)
+        if found is None:
+            return
+        name, process = found
+        message = (
+            f"step {self._progress.step}: tensor {name} of process {process} differs from that of process 0; "
+            f"nothing was saved. Replicas must be bit-identical: look for a machine with other hardware or libraries"
+        )
+        if self._processes.is_first:
+            raise DivergenceError(message)
+        time.sleep(PEER_PAUSE_SECONDS)
+        raise PeerError(message)
+
+    def _meta(self, record: StepRecord | None) -> dict[str, Any]:
+        progress, totals = self._progress, self._progress.totals
+        metrics: dict[str, Any] = {}
+        if record is not None:
+            metrics = {
+                "task": record.task,
+                "loss": record.loss,
+                "perplexity": record.perplexity,
+                "target_tokens": record.target_tokens,
+            }
+        if progress.step == self._total_steps:
+            metrics |= {
+                "avg_loss": totals.loss,
+                "perplexity": totals.perplexity,
+                "target_tokens": totals.target_tokens,
+                "optimizer_steps": totals.updates,
+            }
+        return {
+            "schema_version": 1,
+            "global_step": progress.step,
+            "epoch": record.epoch if record is not None else min(progress.epoch_index, self._config.run.epochs - 1) + 1,
+            "source_run_dir": str(self._paths.out),
+            "metrics": metrics,
+            "recipe": self._config.recipe,
+            "recipe_sha256": self._record.recipe_sha256,
+            "method": self._config.run.method,
+            "base_model": self._config.backbone.model,
+            "ranks": self._processes.ranks,
+            "total_steps": self._total_steps,
+            "data": {task: entry["sha256"] for task, entry in self._record.data.items()},
+            "parents": [dict(parent) for parent in self._parents],
+            "versions": dict(self._record.environment["packages"]),
+        }
+
+    def _summary(self, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+        seconds = time.monotonic() - self._began
+        return self._record.summary(
+            self._paths, self._progress, evaluations=evaluations, train_seconds=seconds, total_seconds=seconds
+        )

@@ -1,0 +1,150 @@
+"""The app, the table from error to exit code, and the hand-over of foreign calls to the system's `ps`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from parallel_synthesis import __version__
+from parallel_synthesis.errors import (
+    CheckFailedError,
+    ParallelSynthesisError,
+    RefusedError,
+    StoppedError,
+)
+from pscli import system_ps
+from pscli.commands.train import train
+from pscli.context import Call
+from pscli.output import Output
+
+DONE, CHECK_FAILED, REFUSED, UNEXPECTED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+EXIT_CODES: Sequence[tuple[type[BaseException], int]] = (
+    (CheckFailedError, CHECK_FAILED),
+    (RefusedError, REFUSED),
+    (StoppedError, STOPPED),
+    (ParallelSynthesisError, UNEXPECTED),  # StorageError, PeerError
+    (KeyboardInterrupt, INTERRUPTED),
+    (OSError, UNEXPECTED),
+)
+_EPILOG = """Exit codes: 0 done; 1 a check failed; 2 refused (usage, config, input); 3 I/O failure or
+unexpected; 75 stopped by a signal after a complete save; 130 interrupted before that."""
+# typer vendors click or depends on it, by version; its own exports lead to the classes in both cases.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+_ClickError: Any = _UsageError.__bases__[0]
+
+app = typer.Typer(
+    rich_markup_mode=None,  # plain help: rich would double the start-up time
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EPILOG,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"parallel-synthesis {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train, and later prove, a cache mapper and a synthesizer LoRA on a frozen backbone.
+
+    \b
+    First try:   ps train demo
+    Recipes:     ps train --list
+    What a run would do:   ps train general --dry-run
+
+    Any other call, such as `ps aux`, goes to the system's own ps.
+    """
+
+
+app.command("train", epilog="Everything after `--` is passed to torchrun.")(train)
+
+
+def run() -> None:
+    """Entry of the installed scripts `ps` and `pscli`: never returns."""
+    arguments = sys.argv[1:]
+    if Path(sys.argv[0]).name == "ps" and not system_ps.is_ours(arguments, os.environ):
+        system_ps.hand_over(arguments, os.environ)
+        sys.stderr.write("error: no system ps on PATH to hand this call to; ours is `ps --help`\n")
+        raise SystemExit(REFUSED)
+    raise SystemExit(call(arguments))
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Runs one call of ours and returns its exit code."""
+    own, extra = split_arguments(arguments)
+    output = Output.from_call(own, os.environ)
+    try:
+        refuse_unknown_word(own)
+        command = typer.main.get_command(app)
+        code = command.main(
+            args=own,
+            prog_name="ps",
+            standalone_mode=False,
+            complete_var=system_ps.COMPLETION_VARIABLE,
+            obj=Call(output=output, argv=tuple(arguments), torchrun=extra),
+        )
+        return code if isinstance(code, int) else DONE
+    except _ClickError as error:
+        output.failure(error, REFUSED, message=_usage_message(error, own))
+        return REFUSED
+    except typer.Abort as error:
+        output.failure(error, INTERRUPTED, message="interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); nothing can be said to it, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNEXPECTED
+    except KeyboardInterrupt as error:
+        output.failure(error, INTERRUPTED, message="interrupted")
+        return INTERRUPTED
+    except (ParallelSynthesisError, OSError) as error:
+        code = exit_code(error)
+        output.failure(error, code)
+        return code
+    except Exception as error:  # noqa: BLE001 - the one place where a defect becomes an exit code
+        text = f"unexpected {type(error).__name__}: {error}"
+        output.failure(
+            error, UNEXPECTED, message=text + ("" if output.debug else " (--debug shows the traceback)")
+        )
+        return UNEXPECTED
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of an error, by the table."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), UNEXPECTED)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Ours, and torchrun's: what follows the first `--`."""
+    if "--" not in arguments:
+        return list(arguments), ()
+    at = list(arguments).index("--")
+    return list(arguments[:at]), tuple(arguments[at + 1 :])
+
+
+def refuse_unknown_word(arguments: Sequence[str]) -> None:
+    """A command that is planned but not there, or a near miss, gets its own answer."""
+    word = arguments[0] if arguments else ""
+    if word in system_ps.LATER:
+        raise _UsageError(f"`{word}` is not in this version; it has: {', '.join(system_ps.COMMANDS)}")
+    meant = system_ps.near_miss(word)
+    if meant is not None and word not in system_ps.COMMANDS:
+        raise _UsageError(f"no command {word!r}; did you mean `ps {meant}`?")
+
+
+def _usage_message(error: Any, arguments: Sequence[str]) -> str:
+    command = next((f" {word}" for word in arguments[:1] if word in system_ps.COMMANDS), "")
+    return f"{error.format_message()} See `ps{command} --help`."
