@@ -1,6 +1,6 @@
 """Starts the processes of a run through torchrun: builds its argv, forwards signals, finds the exit code.
 
-`ps` (here: the parent) starts `python -m pscli.launch ...`, a thin entry around torchrun in a process group of
+`ps` (here: the parent) starts `python -m pscli.launch`, a thin entry around torchrun in a process group of
 its own, so that a Ctrl-C reaches the parent only. torchrun starts the workers, `python -m pscli train ...`.
 Workers hand their document to the parent as a file in a private directory; their stderr is the terminal's.
 """
@@ -23,9 +23,8 @@ from types import FrameType
 from typing import Any
 
 from parallel_synthesis.errors import ConfigError
-from pscli.output import REPORT_DIRECTORY, RESULT_FILE, Output
+from pscli.output import ARGV_FILE, REPORT_DIRECTORY, RESULT_FILE, Output
 
-ARGV_FILE = "argv.json"
 DEATHS_FILE = "deaths.json"
 DEBUG = "PSCLI_LAUNCH_DEBUG"
 SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"
@@ -37,7 +36,7 @@ _STOP = re.compile(r"\[stop\] signal=(\S+) step=(\d+) checkpoint=(\S+)")
 def torchrun_arguments(
     *, nproc: int | None, extra: Sequence[str], shutdown_timeout: int, module: str, arguments: Sequence[str]
 ) -> list[str]:
-    """torchrun's argv. extra: torchrun options of the user's, which win over ours. nproc: None leaves it to them."""
+    """torchrun's argv. extra: options of the user's, which win over ours. nproc: None leaves it to them."""
     given = {_option(word) for word in extra if word.startswith("--")}
     built = ["--signals-to-handle", SIGNALS, "--shutdown-timeout", str(shutdown_timeout)]
     if nproc is not None:
@@ -107,7 +106,7 @@ def launch(
 
 @dataclass(slots=True)
 class _Forwarder:
-    """Passes stop signals to torchrun, each once; a second SIGINT that is meant goes to the workers themselves."""
+    """Passes stop signals to torchrun, each once; a second SIGINT that is meant goes to the workers."""
 
     child: subprocess.Popen[bytes] | None = None
     seen: dict[int, float] = field(default_factory=dict)
@@ -263,7 +262,7 @@ def _value(words: Sequence[str], option: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The thin entry: torchrun without a traceback of its own, and with the exit code of the rank at fault."""
+    """The thin entry: torchrun without its own traceback, and with the exit code of the rank at fault."""
     import logging
 
     from torch.distributed import run as torchrun

@@ -147,4 +147,4 @@ def refuse_unknown_word(arguments: Sequence[str]) -> None:
 
 def _usage_message(error: Any, arguments: Sequence[str]) -> str:
     command = next((f" {word}" for word in arguments[:1] if word in system_ps.COMMANDS), "")
-    return f"{error.format_message()} See `ps{command} --help`."
+    return f"{error.format_message().rstrip('.')}; see `ps{command} --help`"

@@ -21,6 +21,7 @@ REPORT_DIRECTORY = (
     "PSCLI_REPORT_DIRECTORY"  # set by launch.py for its workers: the parent prints their document
 )
 RESULT_FILE = "result.json"
+ARGV_FILE = "argv.json"  # in the same directory: the call as typed, for the run's records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,8 @@ def _described(document: Mapping[str, Any], rank: int | None) -> str:
     if len(problems) > 1:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         return f"{label}{where}: {len(problems)} problems\n{lines}"
-    return f"{label}{where}: {error['message']}"
+    message = error["message"]
+    return message if message.startswith(label) else f"{label}{where}: {message}"
 
 
 def _json(document: Mapping[str, Any]) -> str:

@@ -52,7 +52,9 @@ class Watcher:
         text = self._text(record)
         if self._bar is not None and self._bar_task is not None:
             shown = record.step % self._every == 0 or record.step == self._total
-            self._bar.update(self._bar_task, completed=record.step, **({"text": text} if shown else {}))
+            if shown:
+                self._bar.update(self._bar_task, text=text)
+            self._bar.update(self._bar_task, completed=record.step)
             if record.step == self._total:
                 self.close()
         elif self._is_due(record.step):
@@ -61,7 +63,7 @@ class Watcher:
 
     def saved(self, step: int, path: Path, milestone: str | None, seconds: float) -> None:
         if milestone is not None:
-            self._line(f"milestone {milestone} is kept ({path})")
+            self._line(f"milestone {milestone}: step {step:,} is kept at {path} ({duration(seconds)})")
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self._line(
@@ -71,6 +73,7 @@ class Watcher:
 
     def finished(self, result: TrainResult) -> None:
         self.close()
+        self._total = result.total_steps
 
     def warning(self, text: str) -> None:
         self._pause()

@@ -6,6 +6,7 @@ Shape legend: B batch, H key/value heads, T tokens, D head width.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,14 @@ def rotary_tables(rotary: nn.Module, positions: Tensor, dtype: torch.dtype) -> t
     cos, sin = rotary(like, positions[None])
     scaling = getattr(rotary, "attention_scaling", 1.0)
     return cos[0] / scaling, sin[0] / scaling
+
+
+@contextmanager
+def quiet_attach() -> Iterator[None]:
+    """PEFT asks a model for a property that transformers 5 calls deprecated; that is between the two of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        yield
 
 
 @contextmanager

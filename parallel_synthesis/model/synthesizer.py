@@ -18,7 +18,7 @@ from parallel_synthesis.errors import BackboneError
 from parallel_synthesis.model import components as files
 from parallel_synthesis.model.backbone import Backbone
 from parallel_synthesis.model.branches import common_prefix, empty_cache, join, plan_prefill, prefill
-from parallel_synthesis.model.lanes import run_base
+from parallel_synthesis.model.lanes import quiet_attach, run_base
 from parallel_synthesis.model.loss import target_loss
 from parallel_synthesis.model.mapper import CacheMapper
 from parallel_synthesis.model.tokens import BranchTokens, RowTokens
@@ -153,9 +153,8 @@ def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
     )
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(
-            devices=devices
-        ):  # PEFT draws initial weights, which are drawn again below
+        # PEFT draws initial weights; they are drawn again in _draw_lora.
+        with quiet_attach(), torch.random.fork_rng(devices=devices):
             peft_model = get_peft_model(tree, config)
     except ValueError as error:
         names = {

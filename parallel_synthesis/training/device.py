@@ -21,6 +21,11 @@ def choose_device(config: BackboneConfig, *, local_index: int) -> torch.device:
     return resolve_device(name)
 
 
+def device_name(device: torch.device) -> str:
+    """Kind of device, as far as it decides the bits of a result: "cpu" or the CUDA device's model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def prepare_device(config: BackboneConfig, device: torch.device) -> None:
     """Threads and deterministic algorithms, before any computation of this process."""
     torch.set_num_threads(config.threads_per_rank)

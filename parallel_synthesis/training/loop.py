@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_synthesis.errors import NonFiniteError, PeerError, StoppedError
+from parallel_synthesis.errors import DivergenceError, NonFiniteError, StoppedError
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import cuda_memory_gib, memory_gib
 from parallel_synthesis.training.evaluate import evaluate
@@ -16,8 +16,10 @@ from parallel_synthesis.training.events import Evaluation, Observer, RankBatch, 
 from parallel_synthesis.training.guards import Skip
 from parallel_synthesis.training.prepare import PreparedStep
 from parallel_synthesis.training.progress import perplexity
-from parallel_synthesis.training.ranks import PEER_PAUSE_SECONDS
-from parallel_synthesis.training.setup import Run, set_up
+from parallel_synthesis.training.ranks import fail_together
+from parallel_synthesis.training.repeats import step_ranges
+from parallel_synthesis.training.run import Run
+from parallel_synthesis.training.setup import start_run
 from parallel_synthesis.training.signals import StopRequest, stop_requests
 from parallel_synthesis.training.step import StepOutcome
 
@@ -45,39 +47,42 @@ def train(
     Collective: under torchrun every process calls it. init: a checkpoint whose components the run starts from.
     Raises the errors of parallel_synthesis.errors; StoppedError after a stop signal and a complete save.
     """
-    run = set_up(resolved, out=out, observer=observer, init=init, overwrite=overwrite, argv=argv)
+    run = start_run(resolved, out=out, observer=observer, init=init, overwrite=overwrite, argv=argv)
     try:
-        return _run_to_end(run)
+        run.saver.save()
+        run.saver.wait()  # a full disk or a missing right shows here, in the first minute
+        return run_to_end(run)
     finally:
         run.close()
 
 
-def _run_to_end(run: Run) -> TrainResult:
-    run.saver.save()
-    run.saver.wait()  # a full disk or a missing right shows here, in the first minute
+def run_to_end(run: Run) -> TrainResult:
+    """All remaining steps of a run whose state is on the disk, then its final checkpoint and summary."""
     run.observer.started(run.started())
     with stop_requests() as request:  # from here on there is a checkpoint to stop at
-        evaluations = _evaluations(run, "before")
-        _steps(run, request)
+        if run.engine.progress.step == 0:
+            _evaluate(run, [("before", True)])
+        for record in steps(run, request):
+            _after_step(run, record)
         run.saver.finish()
-    evaluations += _evaluations(run, "after")
-    run.saver.write_summary(evaluations)
+    evaluations = _evaluate(run, [("after", True), ("after, branches removed", False)])
+    run.saver.write_summary()
     result = run.result(evaluations)
     run.observer.finished(result)
     return result
 
 
-def _steps(run: Run, request: StopRequest) -> None:
-    """Every remaining step; raises StoppedError when any process was asked to stop."""
-    progress = run.progress
+def steps(run: Run, request: StopRequest) -> Iterator[StepRecord]:
+    """Does every remaining step and counts it; saves and raises StoppedError when any process was asked to stop."""
+    engine = run.engine
     last_end = time.monotonic()
-    for prepared in run.preparer.steps(progress.step + 1, run.total_steps):
+    for prepared in engine.preparer.steps(engine.progress.step + 1, engine.total_steps):
         run.saver.raise_if_failed()
-        notices = run.processes.exchange(
+        notices = engine.processes.exchange(
             _Notice(
                 stop=request.signal,
                 batches=prepared.batches,
-                rng=tuple(run.streams.digest(rank) for rank in run.processes.mine),
+                rng=tuple(engine.streams.digest(rank) for rank in engine.processes.mine),
             )
         )
         stop = next((notice.stop for notice in notices if notice.stop), None)
@@ -85,22 +90,50 @@ def _steps(run: Run, request: StopRequest) -> None:
             _stop(run, stop)
         record = _step(run, prepared, notices, last_end)
         last_end = time.monotonic()
-        epoch_done = progress.add(record)
+        yield record
+
+
+def _after_step(run: Run, record: StepRecord) -> None:
+    """Counts, logs, compares with an earlier attempt, shows, and saves what is due."""
+    epoch_done = run.engine.progress.add(record)
+    if run.log is not None:
+        run.log.step(record)
+        memory = cuda_memory_gib(run.engine.device)
+        if memory is not None:
+            run.log.cuda_memory(0, record.step, memory)
+        if epoch_done is not None:
+            run.log.epoch_done(
+                record.epoch,
+                loss=epoch_done["avg_loss"],
+                perplexity=epoch_done["perplexity"],
+                target_tokens=epoch_done["target_tokens"],
+            )
+    _check_repeat(run, record)
+    run.observer.step(record)
+    if run.saver.is_due(record.step):
+        run.saver.save(record)
+
+
+def _check_repeat(run: Run, record: StepRecord) -> None:
+    difference = run.repeats.check(record.step, record.digest)
+    if difference is not None:
         if run.log is not None:
-            run.log.step(record)
-            memory = cuda_memory_gib(run.device)
-            if memory is not None:
-                run.log.cuda_memory(0, record.step, memory)
-            if epoch_done is not None:
-                run.log.epoch_done(
-                    record.epoch,
-                    loss=epoch_done["avg_loss"],
-                    perplexity=epoch_done["perplexity"],
-                    target_tokens=epoch_done["target_tokens"],
-                )
-        run.observer.step(record)
-        if run.saver.is_due(record.step):
-            run.saver.save(record)
+            run.log.line(f"[error] divergence {difference}")
+        message = f"a repeated step is not the one in the log: {difference}"
+        if run.repeats.stops:
+            fail_together(
+                run.engine.processes,
+                DivergenceError(
+                    f"{message}. Something that decides the result has changed since; compare run_args.json "
+                    f'with this machine, or go on by --set log.on_divergence=warn'
+                ),
+            )
+        run.observer.warning(message)
+    if record.step == run.repeats.last and not run.repeats.differs:
+        text = f"steps {step_ranges(run.repeats.reproduced)} reproduced"
+        if run.log is not None:
+            run.log.line(f"[resume] attempt={run.attempt} {text}")
+        run.observer.note(text)
 
 
 def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end: float) -> StepRecord:
@@ -109,12 +142,12 @@ def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end
     skips = {batch.rank: batch.skip for batch in batches if batch.skip is not None}
     outcome: StepOutcome | None = None
     if not skips:
-        outcome = run.stepper.compute(prepared.tokens)
+        outcome = run.engine.stepper.compute(prepared.tokens)
         skips = _non_finite(outcome, batches)
-        if skips and run.config.log.on_nonfinite == "stop":
+        if skips and run.engine.config.log.on_nonfinite == "stop":
             _stop_non_finite(run, prepared.step, skips)
         if not skips:
-            run.stepper.update()
+            run.engine.stepper.update()
     targets = [batch.target_tokens for batch in batches]
     loss = math.nan
     if outcome is not None and not skips:
@@ -131,7 +164,7 @@ def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end
         prefill_tokens=sum(count.prefill for count in counts),
         live_tokens=sum(count.live for count in counts),
         seconds=time.monotonic() - last_end,
-        memory_gib=memory_gib(run.device),
+        memory_gib=memory_gib(run.engine.device),
         gradient_norm=outcome.norm if outcome is not None else math.nan,
         digest=StepDigest(
             rows=tuple(batch.rows for batch in batches),
@@ -168,37 +201,37 @@ def _stop_non_finite(run: Run, step: int, skips: dict[int, Skip]) -> None:
     )
     if run.log is not None:
         run.log.line(f"[error] step={step} {message}")
-        raise NonFiniteError(message)
-    time.sleep(PEER_PAUSE_SECONDS)
-    raise PeerError(message)
+    fail_together(run.engine.processes, NonFiniteError(message))
 
 
 def _stop(run: Run, signal: str) -> None:
-    step = run.progress.step
+    step = run.engine.progress.step
     run.saver.save_if_new()
     run.saver.wait()
     checkpoint = run.paths.step(step)
     if run.log is not None:
         run.log.line(f"[stop] signal={signal} step={step} checkpoint={checkpoint.relative_to(run.paths.out)}")
     raise StoppedError(
-        f"stopped by {signal} after step {step} of {run.total_steps}; {checkpoint} is complete", step=step
+        f"stopped by {signal} after step {step} of {run.engine.total_steps}; {checkpoint} is complete; "
+        f"go on by `ps resume {run.paths.out}`",
+        step=step,
     )
 
 
-def _evaluations(run: Run, when: str) -> list[Evaluation]:
-    if run.held_out is None:
-        return []
-    kinds = [("before", True)] if when == "before" else [("after", True), ("after, branches removed", False)]
+def _evaluate(run: Run, kinds: Sequence[tuple[str, bool]]) -> list[Evaluation]:
+    engine = run.engine
     found = []
-    for name, with_branches in kinds:
+    for when, with_branches in kinds if engine.held_out is not None else ():
+        assert engine.held_out is not None
         evaluation = evaluate(
-            run.synthesizer,
-            run.held_out,
-            run.processes,
-            when=name,
-            step=run.progress.step,
+            engine.synthesizer,
+            engine.held_out,
+            engine.processes,
+            when=when,
+            step=engine.progress.step,
             with_branches=with_branches,
         )
         run.observer.evaluated(evaluation)
         found.append(evaluation)
+    run.saver.add_evaluations(found)
     return found

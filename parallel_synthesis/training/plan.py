@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from parallel_synthesis.checkpoint.layout import (
+    RunPaths,
     disk_needed,
     free_bytes,
     kept_steps,
@@ -25,9 +26,10 @@ from parallel_synthesis.config import Config
 from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.order import Order
 from parallel_synthesis.data.tasks import TASKS, Task, canonical_name, find_task, task_path
-from parallel_synthesis.errors import BackboneError, DataError, StorageError
+from parallel_synthesis.errors import BackboneError, DataError, RunExistsError, StorageError
 from parallel_synthesis.model.sizes import read_shapes, trainable_sizes
-from parallel_synthesis.model.source import find_source
+from parallel_synthesis.model.source import find_source, looks_like_path
+from parallel_synthesis.resources import resolve_path
 
 RowsFrom = Literal["cached index", "indexed", "manifest", "unknown"]
 _NOWHERE = Path(os.devnull) / "nowhere"  # an index cache that can not be written
@@ -37,7 +39,7 @@ _OVERHEAD_BYTES = 20_000  # headers, JSON files, the epoch's RNG state
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
-    """One task of the mix. rows: valid rows in use. steps, dropped_rows, dropped_batches: of a full epoch."""
+    """One task of the mix. rows: valid rows in use. steps and what is dropped: of a full epoch."""
 
     task: str
     file: Path
@@ -70,7 +72,7 @@ class SavePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskPlan:
-    """Bytes: of one checkpoint (from the backbone's shapes, estimated), of all at their peak, free below OUT."""
+    """Bytes: of one checkpoint (estimated from the backbone's shapes), of all at their peak, free at OUT."""
 
     checkpoint: int
     needed: int
@@ -79,7 +81,7 @@ class DiskPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Steps are global, and None where a row count is unknown. missing: what must be there before it can run."""
+    """Steps are global, None where a row count is unknown. missing: what must be there before it can run."""
 
     tasks: tuple[TaskPlan, ...]
     ranks: int
@@ -107,8 +109,8 @@ class RankRows:
 def with_canonical_tasks(config: Config) -> tuple[Config, list[str]]:
     """The config with every task under its one name, and the problems of its task names.
 
-    A file for a task that is not in the mix is let be (a recipe may name more files than a run takes), unless its
-    name looks like a mistyped task: then the run would silently read another file.
+    A file for a task that is not in the mix is let be (a recipe may name more files than a run takes), unless
+    its name looks like a mistyped task: then the run would silently read another file.
     """
     found = []
     own = {canonical_name(name) for name in config.data.files}
@@ -152,6 +154,17 @@ def missing_inputs(config: Config) -> list[str]:
     return found
 
 
+def refuse_existing(paths: RunPaths) -> None:
+    """Raises RunExistsError when OUT holds a run, or anything else that is not ours to mix with."""
+    if paths.run_args.exists() or paths.train_log.exists() or paths.step_checkpoints.exists():
+        raise RunExistsError(
+            f"{paths.out} already holds a run; go on with it by `ps resume {paths.out}`, "
+            f"or start anew by --overwrite, which moves it aside"
+        )
+    if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
+        raise RunExistsError(f"{paths.out} is not an empty directory; name another --out")
+
+
 def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) -> Plan:
     """Plans a run. cache: where indices are kept (None: the usual place), only read. out: for its free space.
 
@@ -165,6 +178,8 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
         tasks.append(task)
         if problem is not None:
             missing.append(problem)
+    note = _download(config)
+    warnings += [note] if note is not None else []
     order = None
     if all(task.rows is not None for task in tasks):
         try:
@@ -312,6 +327,25 @@ def _count(config: Config, task: Task, path: Path, cache: Path | None) -> tuple[
         task, path, on_bad_row=config.data.on_bad_row, max_rows=config.data.max_rows, cache=cache
     ) as file:
         return file.rows, "cached index" if file.reused else "indexed", len(file.bad)
+
+
+def _download(config: Config) -> str | None:
+    """A note when the backbone is a Hub id that is not in the local cache."""
+    model, revision = config.backbone.model, config.backbone.revision
+    if looks_like_path(model) or resolve_path(model).exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return f"backbone.model = {model}: not a Hub id"
+    return (
+        None
+        if isinstance(cached, str)
+        else f"backbone {model} is not in the Hub cache: the start downloads it"
+    )
 
 
 def _path(config: Config, name: str, files: Mapping[str, str]) -> Path:

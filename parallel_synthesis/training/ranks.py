@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from parallel_synthesis.errors import ConfigError, PeerError
+from parallel_synthesis.errors import ConfigError, ParallelSynthesisError, PeerError
 
 T = TypeVar("T")
 PEER_PAUSE_SECONDS = 2.0  # the failing rank's own error is to be seen, and its exit code counted, first
@@ -100,6 +100,14 @@ class Processes:
     def close(self) -> None:
         if self.world.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def fail_together(processes: Processes, error: ParallelSynthesisError) -> NoReturn:
+    """For an error that every process has found: the first raises it, the others PeerError, after a pause."""
+    if processes.is_first:
+        raise error
+    time.sleep(PEER_PAUSE_SECONDS)
+    raise PeerError(str(error))
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from parallel_synthesis.data.index import RowFile
 from parallel_synthesis.provenance.environment import fingerprint
 from parallel_synthesis.provenance.hashing import sha256_file
 from parallel_synthesis.provenance.schema import read_json
-from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.resources import resolve_path
 from parallel_synthesis.training.events import Evaluation
 from parallel_synthesis.training.progress import Progress, finite
@@ -38,6 +37,8 @@ class RunRecord:
     data: Mapping[str, Mapping[str, Any]]
     backbone: Mapping[str, Any]
     total_steps: int
+    accepted_drift: Sequence[str] = ()
+    attempts: Sequence[Mapping[str, Any]] = ()
 
     def document(self) -> dict[str, Any]:
         return {
@@ -52,6 +53,8 @@ class RunRecord:
             "data": {task: dict(entry) for task, entry in self.data.items()},
             "backbone": dict(self.backbone),
             "total_steps": self.total_steps,
+            "accepted_drift": list(self.accepted_drift),
+            "attempts": [dict(attempt) for attempt in self.attempts],
         }
 
     def write(self, paths: RunPaths) -> None:
@@ -62,7 +65,7 @@ class RunRecord:
         paths: RunPaths,
         progress: Progress,
         *,
-        evaluations: Sequence[Evaluation],
+        evaluations: Sequence[Mapping[str, Any]],
         train_seconds: float,
         total_seconds: float,
     ) -> dict[str, Any]:
@@ -81,23 +84,27 @@ class RunRecord:
             "train_metrics": progress.train_metrics(),
             "train_time_sec": train_seconds,
             "total_time_sec": total_seconds,
-            "evaluations": [
-                {
-                    "when": evaluation.when,
-                    "step": evaluation.step,
-                    "loss": finite(evaluation.loss),
-                    "tasks": {task: finite(loss) for task, loss in evaluation.tasks.items()},
-                    "rows": evaluation.rows,
-                    "target_tokens": evaluation.target_tokens,
-                }
-                for evaluation in evaluations
-            ],
+            "evaluations": [dict(evaluation) for evaluation in evaluations],
         }
 
 
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """A held-out loss as the summary holds it."""
+    return {
+        "when": evaluation.when,
+        "step": evaluation.step,
+        "loss": finite(evaluation.loss),
+        "tasks": {task: finite(loss) for task, loss in evaluation.tasks.items()},
+        "rows": evaluation.rows,
+        "target_tokens": evaluation.target_tokens,
+    }
+
+
 def run_record(
-    resolved: Resolved,
+    config: Config,
     *,
+    recipe_sha256: str,
+    origins: Mapping[str, str],
     files: Mapping[str, RowFile],
     backbone: Mapping[str, Any],
     total_steps: int,
@@ -105,10 +112,10 @@ def run_record(
 ) -> RunRecord:
     """Collects the record. `backbone`: see `backbone_record`."""
     return RunRecord(
-        config=resolved.config,
-        recipe_sha256=resolved.sha256,
+        config=config,
+        recipe_sha256=recipe_sha256,
         argv=argv,
-        origins=resolved.origins,
+        origins=origins,
         environment=fingerprint(),
         data={task: _data_record(file) for task, file in files.items()},
         backbone=backbone,

@@ -6,62 +6,54 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from parallel_synthesis.checkpoint.background import BackgroundWriter
 from parallel_synthesis.checkpoint.commit import link_checkpoint, link_final, prune, set_latest
 from parallel_synthesis.checkpoint.components import HostState, capture, write_checkpoint
-from parallel_synthesis.checkpoint.layout import RunPaths, committed_milestones, milestone_name, newest_committed
+from parallel_synthesis.checkpoint.layout import (
+    ADAPTER_MODEL,
+    CACHE_MAPPER,
+    RunPaths,
+    committed_milestones,
+    is_committed,
+    milestone_name,
+    newest_committed,
+)
 from parallel_synthesis.checkpoint.replace import replace_json
 from parallel_synthesis.checkpoint.retention import keep
 from parallel_synthesis.checkpoint.state import training_state
-from parallel_synthesis.config import Config
-from parallel_synthesis.errors import DivergenceError, PeerError
-from parallel_synthesis.model.synthesizer import Synthesizer
+from parallel_synthesis.errors import DivergenceError
+from parallel_synthesis.provenance.manifest import read as read_manifest
+from parallel_synthesis.training.engine import Engine
 from parallel_synthesis.training.events import Evaluation, Observer, StepRecord
-from parallel_synthesis.training.prepare import Preparer
-from parallel_synthesis.training.progress import Progress
-from parallel_synthesis.training.ranks import PEER_PAUSE_SECONDS, Processes
-from parallel_synthesis.training.records import RunRecord
-from parallel_synthesis.training.rng import RankStreams
+from parallel_synthesis.training.ranks import fail_together
+from parallel_synthesis.training.records import RunRecord, evaluation_record
 from parallel_synthesis.training.step import replica_difference
 
 
 class Saver:
-    """Takes and commits a run's checkpoints. `save` is collective; only the first process writes."""
+    """Takes and commits a run's checkpoints. `save` is collective; only the first process writes.
+
+    parents: the lineage entries of every checkpoint. evaluations: held-out losses so far, kept in the summary.
+    """
 
     def __init__(
         self,
+        engine: Engine,
         *,
-        config: Config,
         paths: RunPaths,
-        processes: Processes,
-        synthesizer: Synthesizer,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
-        streams: RankStreams,
-        preparer: Preparer,
-        progress: Progress,
         record: RunRecord,
         parents: Sequence[Mapping[str, Any]],
-        total_steps: int,
         observer: Observer,
+        evaluations: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._config = config
+        self._engine = engine
+        self._config = engine.config
         self._paths = paths
-        self._processes = processes
-        self._synthesizer = synthesizer
-        self._parameters = parameters
-        self._optimizer = optimizer
-        self._streams = streams
-        self._preparer = preparer
-        self._progress = progress
         self._record = record
         self._parents = parents
-        self._total_steps = total_steps
         self._observer = observer
-        self._writer = BackgroundWriter(enabled=config.checkpoint.background)
+        self._evaluations = list(evaluations)
+        self._writer = BackgroundWriter(enabled=engine.config.checkpoint.background)
         self._began = time.monotonic()
         self._last_saved: int | None = None
         self._announced: list[tuple[int, str | None, float]] = []
@@ -77,33 +69,33 @@ class Saver:
         return (
             (every > 0 and step % every == 0)
             or step in self._config.checkpoint.milestones
-            or step == self._total_steps
+            or step == self._engine.total_steps
         )
 
     def save(self, record: StepRecord | None = None) -> None:
         """Copies the state of now and hands it to the writer. record: the step just done, None before the first."""
         self._check_replicas()
-        progress, processes = self._progress, self._processes
-        streams = {rank: self._streams.saved(rank) for rank in processes.mine}
+        engine, progress, processes = self._engine, self._engine.progress, self._engine.processes
+        streams = {rank: engine.streams.saved(rank) for rank in processes.mine}
         by_rank = {rank: state for part in processes.exchange(streams) for rank, state in part.items()}
         self._last_saved = progress.step
         if not processes.is_first:
             return
         state = capture(
             step=progress.step,
-            mapper=self._synthesizer.mapper.state_dict(),
+            mapper=engine.synthesizer.mapper.state_dict(),
             mapper_config={
                 "hidden_dim": self._config.mapper.hidden_dim,
                 "metadata_features": self._config.mapper.metadata_features,
             },
-            adapter=self._synthesizer.adapter_state(),
-            adapter_config=self._synthesizer.adapter_config(),
+            adapter=engine.synthesizer.adapter_state(),
+            adapter_config=engine.synthesizer.adapter_config(),
             training_state=training_state(
                 global_step=progress.step,
                 ranks=processes.ranks,
-                optimizer_state=self._optimizer.state_dict(),
+                optimizer_state=engine.optimizer.state_dict(),
                 loop_state=progress.loop_state(
-                    epoch_rng_state=self._preparer.epoch_rng_state(progress.epoch_index)
+                    epoch_rng_state=engine.preparer.epoch_rng_state(progress.epoch_index)
                 ),
                 rank_states={
                     rank: progress.rank_state(rank, streams) for rank, streams in sorted(by_rank.items())
@@ -112,25 +104,33 @@ class Saver:
             ),
             meta=self._meta(record),
         )
-        summary = self._summary(())
+        summary = self._summary()
         self._writer.submit(lambda: self._write(state, summary))
         self._announce()
 
     def save_if_new(self) -> None:
         """A save at a step that has none yet."""
-        if self._last_saved != self._progress.step:
+        if self._last_saved != self._engine.progress.step:
             self.save()
 
     def finish(self) -> None:
         """Waits for the last save and makes it the run's final checkpoint, manifest last: the run is complete."""
         self.wait()
-        if self._processes.is_first:
-            link_final(self._paths.step(self._progress.step), self._paths.out)
-        self._processes.exchange(None)
+        if self._engine.processes.is_first:
+            link_final(self._paths.step(self._engine.progress.step), self._paths.out)
+        self._engine.processes.exchange(None)
 
-    def write_summary(self, evaluations: Sequence[Evaluation]) -> None:
-        if self._processes.is_first:
-            replace_json(self._paths.summary, self._summary(evaluations), "train_mixed_summary")
+    def add_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """Into the summary of this and every later save."""
+        self._evaluations += [evaluation_record(evaluation) for evaluation in evaluations]
+
+    def write_summary(self) -> None:
+        if self._engine.processes.is_first:
+            replace_json(self._paths.summary, self._summary(), "train_mixed_summary")
+
+    def resumed_at(self, step: int) -> None:
+        """The state of `step` is on the disk already."""
+        self._last_saved = step
 
     def raise_if_failed(self) -> None:
         """Raises the failure of a save that has ended, in the process that writes."""
@@ -141,7 +141,7 @@ class Saver:
         """Until nothing is being written; then every process knows that the save is whole."""
         self._writer.wait()
         self._announce()
-        self._processes.exchange(None)
+        self._engine.processes.exchange(None)
 
     def close(self) -> None:
         self._writer.close()
@@ -155,8 +155,7 @@ class Saver:
         set_latest(paths.step_checkpoints, state.step)
         milestone = None
         if state.step in checkpoint.milestones:
-            milestone = milestone_name(self._config.recipe, state.step)
-            link_checkpoint(destination, paths.milestones / milestone)
+            milestone = keep_milestone(paths, self._config.recipe, state.step)
         prune(
             paths.out,
             keep(
@@ -176,21 +175,21 @@ class Saver:
             self._observer.saved(step, self._paths.step(step), milestone, seconds)
 
     def _check_replicas(self) -> None:
-        found = replica_difference(self._parameters, self._processes.exchange)
+        found = replica_difference(self._engine.parameters, self._engine.processes.exchange)
         if found is None:
             return
         name, process = found
-        message = (
-            f"step {self._progress.step}: tensor {name} of process {process} differs from that of process 0; "
-            f"nothing was saved. Replicas must be bit-identical: look for a machine with other hardware or libraries"
+        fail_together(
+            self._engine.processes,
+            DivergenceError(
+                f"step {self._engine.progress.step}: tensor {name} of process {process} differs from that of "
+                f"process 0; nothing was saved. Replicas must be bit-identical: look for a machine with other "
+                f"hardware or libraries, then `ps resume {self._paths.out}`"
+            ),
         )
-        if self._processes.is_first:
-            raise DivergenceError(message)
-        time.sleep(PEER_PAUSE_SECONDS)
-        raise PeerError(message)
 
     def _meta(self, record: StepRecord | None) -> dict[str, Any]:
-        progress, totals = self._progress, self._progress.totals
+        progress, totals = self._engine.progress, self._engine.progress.totals
         metrics: dict[str, Any] = {}
         if record is not None:
             metrics = {
@@ -199,7 +198,7 @@ class Saver:
                 "perplexity": record.perplexity,
                 "target_tokens": record.target_tokens,
             }
-        if progress.step == self._total_steps:
+        if progress.step == self._engine.total_steps:
             metrics |= {
                 "avg_loss": totals.loss,
                 "perplexity": totals.perplexity,
@@ -216,15 +215,40 @@ class Saver:
             "recipe_sha256": self._record.recipe_sha256,
             "method": self._config.run.method,
             "base_model": self._config.backbone.model,
-            "ranks": self._processes.ranks,
-            "total_steps": self._total_steps,
+            "ranks": self._engine.processes.ranks,
+            "total_steps": self._engine.total_steps,
             "data": {task: entry["sha256"] for task, entry in self._record.data.items()},
             "parents": [dict(parent) for parent in self._parents],
+            "accepted_drift": list(self._record.accepted_drift),
             "versions": dict(self._record.environment["packages"]),
         }
 
-    def _summary(self, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._began
         return self._record.summary(
-            self._paths, self._progress, evaluations=evaluations, train_seconds=seconds, total_seconds=seconds
+            self._paths,
+            self._engine.progress,
+            evaluations=self._evaluations,
+            train_seconds=seconds,
+            total_seconds=seconds,
         )
+
+
+def keep_milestone(paths: RunPaths, recipe: str, step: int) -> str:
+    """Links the committed checkpoint of `step` as a milestone for ever; returns its name.
+
+    One that is there already must hold the same components: DivergenceError names what differs, and it stays.
+    """
+    name = milestone_name(recipe, step)
+    kept, source = paths.milestones / name, paths.step(step)
+    if not is_committed(kept):
+        link_checkpoint(source, kept)
+        return name
+    old, new = read_manifest(kept)["files"], read_manifest(source)["files"]
+    for file in (CACHE_MAPPER, ADAPTER_MODEL):
+        if old[file]["sha256"] != new[file]["sha256"]:
+            raise DivergenceError(
+                f"{kept}: {file} of this milestone is {old[file]['sha256'][:16]}, the repeated step {step} made "
+                f"{new[file]['sha256'][:16]}; the milestone was left as it is. Compare the two, or move it away"
+            )
+    return name

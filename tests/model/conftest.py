@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 48,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 256,
     "initializer_range": 0.15,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -77,6 +77,7 @@ def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 nn.init.normal_(parameter, std=0.1)
+        model.get_output_embeddings().weight.data *= 0.7
     return model.eval().requires_grad_(False)
 
 
@@ -119,8 +120,8 @@ class ExactRotary(nn.Module):
         self.attention_scaling = rotary.attention_scaling
         self.rope_type = rotary.rope_type
 
-    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (positions[..., None].double() * self.frequencies).repeat(1, 1, 2)
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None].double() * self.frequencies).repeat(1, 1, 2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
@@ -144,10 +145,11 @@ def block_mask_logits(model: Any, row: RowTokens) -> Tensor:
     ids += row.live
     positions += [max((b.kept for b in row.branches), default=0) + j for j in range(live)]
     size = past + live
-    mask = torch.zeros(size, size, dtype=torch.bool)
-    for q in range(size):
-        for k in range(q + 1):
-            mask[q, k] = (blocks[q] == blocks[k]) if q < past else (k >= past or visible[k])
+    block = torch.tensor([*blocks, *([-1] * live)])
+    seen_by_live = torch.tensor([*visible, *([True] * live)])
+    same_block = block[:, None] == block[None]
+    mask = torch.where((block == -1)[:, None], seen_by_live[None], same_block).tril()
+    assert mask.shape == (size, size)
     with torch.no_grad():
         output = model(
             input_ids=torch.tensor([ids]),

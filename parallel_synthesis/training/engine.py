@@ -1,0 +1,219 @@
+"""What computes: data, order, model, optimizer and random streams of one process, built from a config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_synthesis.config import Config
+from parallel_synthesis.data.index import RowFile, open_rows
+from parallel_synthesis.data.order import Order
+from parallel_synthesis.data.rows import Row
+from parallel_synthesis.data.tasks import find_task, task_path
+from parallel_synthesis.errors import CheckpointError, RefusedError
+from parallel_synthesis.model.backbone import Backbone, load_backbone
+from parallel_synthesis.model.synthesizer import Synthesizer
+from parallel_synthesis.model.tokens import RowTokens, system_message, tokenize_row
+from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
+from parallel_synthesis.training.device import choose_device, prepare_device
+from parallel_synthesis.training.evaluate import HeldOut
+from parallel_synthesis.training.prepare import Preparer
+from parallel_synthesis.training.progress import Progress
+from parallel_synthesis.training.ranks import Processes, World
+from parallel_synthesis.training.rng import RankStreams
+from parallel_synthesis.training.step import Stepper
+
+ADAM_COPIES = 3  # a trained weight is saved once itself and twice as AdamW's moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One process's view of a run that is ready to step."""
+
+    config: Config
+    processes: Processes
+    device: torch.device
+    files: Mapping[str, RowFile]
+    held_out: HeldOut | None
+    preparer: Preparer
+    backbone: Backbone
+    synthesizer: Synthesizer
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    streams: RankStreams
+    progress: Progress
+    total_steps: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what one checkpoint takes on the disk."""
+        frozen = sum(
+            tensor.numel() * tensor.element_size() for tensor in self.synthesizer.adapter_state().values()
+        )
+        return frozen + 4 * (ADAM_COPIES - 1) * sum(parameter.numel() for _, parameter in self.parameters) + 2**16
+
+    def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Components, optimizer, counters and, last, the random streams of a committed checkpoint.
+
+        Raises CheckpointError where a piece is missing or belongs to another run.
+        """
+        self.synthesizer.load_components(checkpoint)
+        _load_optimizer(self.optimizer, state["optimizer_state"], self.parameters)
+        self.progress.restore(state)
+        for rank in self.processes.mine:
+            saved = state if self.processes.ranks == 1 else state["rank_state_by_rank"][rank]
+            self.streams.restore(rank, saved["process_rng_state"])
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        self.processes.close()
+
+
+def open_processes(config: Config) -> tuple[Processes, torch.device]:
+    """Device, deterministic algorithms and process group; refuses what this version can not run."""
+    if config.run.method != "fixed_parallel_kv":
+        raise RefusedError(
+            f'run.method = "{config.run.method}" is not in this version; use run.method = "fixed_parallel_kv"'
+        )
+    world = World.from_environment()
+    device = choose_device(config.backbone, local_index=world.local_index)
+    prepare_device(config.backbone, device)
+    return Processes(world, ranks=config.run.ranks, device=device), device
+
+
+def build_engine(config: Config, processes: Processes, device: torch.device) -> Engine:
+    """Indexes and validates the data, then loads the backbone. Collective; writes nothing but the index cache."""
+    files = processes.first_then_others(lambda: open_files(config, config.data.files, config.data.tasks))
+    order = Order(
+        {task: file.rows for task, file in files.items()},
+        ranks=config.run.ranks,
+        batch_size=config.data.batch_size,
+        seed=config.run.seed,
+        steps_per_epoch=config.run.steps_per_epoch,
+    )
+    total_steps = order.steps_per_epoch * config.run.epochs
+    if config.run.max_steps is not None:
+        total_steps = min(total_steps, config.run.max_steps)
+
+    backbone = load_backbone(config.backbone, device=str(device))
+    synthesizer = Synthesizer(backbone, mapper=config.mapper, lora=config.lora, seed=config.run.seed)
+    tokenize = row_tokenizer(backbone, think=config.workers.think)
+    parameters = synthesizer.parameters(config.run.components)
+    optimizer = torch.optim.AdamW(
+        [parameter for _, parameter in parameters],
+        lr=config.optim.learning_rate,
+        weight_decay=config.optim.weight_decay,
+    )
+    streams = RankStreams(processes.mine, seed=config.run.seed, device=device)
+    return Engine(
+        config=config,
+        processes=processes,
+        device=device,
+        files=files,
+        held_out=_read_held_out(config, processes, tokenize),
+        preparer=Preparer(
+            order=order, files=files, tokenize=tokenize, guards=config.guards, ranks=processes.mine
+        ),
+        backbone=backbone,
+        synthesizer=synthesizer,
+        parameters=parameters,
+        optimizer=optimizer,
+        stepper=Stepper(synthesizer, parameters, optimizer, processes, streams),
+        streams=streams,
+        progress=Progress(
+            tasks=config.data.tasks, ranks=config.run.ranks, steps_per_epoch=order.steps_per_epoch
+        ),
+        total_steps=total_steps,
+    )
+
+
+def pinned(config: Config) -> Config:
+    """The config with local paths made absolute, so that a resume works from any directory."""
+
+    def absolute(value: str) -> str:
+        return value if value.startswith(PACKAGE_PREFIX) else str(Path(value).expanduser().resolve())
+
+    model = config.backbone.model
+    if resolve_path(model).exists():
+        model = absolute(model)
+    return dataclasses.replace(
+        config,
+        backbone=dataclasses.replace(config.backbone, model=model),
+        data=dataclasses.replace(config.data, root=absolute(config.data.root)),
+    )
+
+
+def open_files(
+    config: Config, files: Mapping[str, str], tasks: Sequence[str], *, max_rows: int | None = None
+) -> dict[str, RowFile]:
+    """The tasks' files, indexed and validated whole. `files`: task -> path, as the recipe writes them."""
+    opened = {}
+    for name in tasks:
+        task = find_task(name, own=files)
+        opened[name] = open_rows(
+            task,
+            task_path(task, root=config.data.root, files=files),
+            on_bad_row=config.data.on_bad_row,
+            max_rows=max_rows if max_rows is not None else config.data.max_rows,
+        )
+    return opened
+
+
+def row_tokenizer(backbone: Backbone, *, think: bool) -> Callable[[Row], RowTokens]:
+    """A row -> its tokens, under the backbone's tokenizer and system message."""
+    system = system_message(backbone.name)
+
+    def tokenize(row: Row) -> RowTokens:
+        return tokenize_row(
+            backbone.tokenizer,
+            query=row.query,
+            target=row.target,
+            contexts=row.contexts,
+            extracts=row.extracts,
+            system=system,
+            think=think,
+        )
+
+    return tokenize
+
+
+def _read_held_out(
+    config: Config, processes: Processes, tokenize: Callable[[Row], RowTokens]
+) -> HeldOut | None:
+    held_out = config.evaluate
+    if not held_out.files:
+        return None
+    files = processes.first_then_others(
+        lambda: open_files(config, held_out.files, tuple(held_out.files), max_rows=held_out.max_rows)
+    )
+    rows = HeldOut.read(files, tokenize)
+    for file in files.values():
+        file.close()
+    return rows
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], parameters: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """AdamW's state; its hyperparameters stay those of the config. Shapes are checked: another order of the
+    parameters would load silently with the wrong moments."""
+    count = sum(len(group["params"]) for group in saved["param_groups"])
+    if count != len(parameters):
+        raise CheckpointError(f"optimizer_state holds {count} parameters, expected {len(parameters)}: not of this run")
+    for index, (name, parameter) in enumerate(parameters):
+        for key, value in saved["state"].get(index, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"optimizer_state: {key} of parameter {index} has shape {list(value.shape)}, "
+                    f"expected {list(parameter.shape)} ({name}): not of this run"
+                )
+    fresh = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": fresh})

@@ -1,0 +1,255 @@
+"""`ps train`: list, show, plan and run recipes."""
+
+from __future__ import annotations
+
+# What costs start-up time is imported where it is used: help and a mistyped flag answer at once.
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from parallel_synthesis.config import Config
+from parallel_synthesis.errors import ConfigError, DataError, RefusedError
+from parallel_synthesis.recipe import Resolved, list_recipes, load_recipe
+from pscli.context import Call
+from pscli.output import ARGV_FILE, Output, table
+
+
+def _canonical(config: Config) -> tuple[Config, list[str]]:
+    from parallel_synthesis.training.plan import with_canonical_tasks
+
+    return with_canonical_tasks(config)
+
+
+def _complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    return [(info.name, info.summary) for info in list_recipes() if info.name.startswith(incomplete)]
+
+
+def train(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A shipped recipe's name, or a recipe file.", autocompletion=_complete_recipe),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the shipped recipes.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the resolved recipe and each field's origin.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; write nothing.")] = False,
+    rows_at_step: Annotated[
+        int | None,
+        typer.Option(
+            "--rows-at", metavar="N", help="Dry run: also the rows that global step N takes on each rank."
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the run [runs/RECIPE-TIME].")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option("--init", metavar="CKPT", help="Start from another checkpoint's components.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", metavar="N", help="End after N global steps, skips included.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move a run at --out aside first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and torchrun's own messages.")
+    ] = False,
+) -> None:
+    """Train a recipe into a new run directory.
+
+    \b
+    ps train demo                              a first try, on a CPU, in a minute
+    ps train --list
+    ps train general --show                    the resolved recipe; save it, edit it, train it
+    ps train general --dry-run --rows-at 5
+    ps train general --nproc 4 --out runs/a --set optim.learning_rate=3e-4
+    ps train path/to/own.toml --init runs/a@general_step_176175
+    ps train general --nproc 4 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400
+    """
+    del as_json, quiet, debug  # Output.from_call has read them, so that a usage error heeds them too
+    call: Call = ctx.obj
+    if list_:
+        _list(call.output)
+        return
+    if recipe is None:
+        names = ", ".join(info.name for info in list_recipes())
+        raise ConfigError([f"which recipe? Shipped: {names}; or give a recipe file (ps train --list)"])
+    resolved = load_recipe(
+        recipe,
+        sets=sets or (),
+        flags={"--device": device, "--max-steps": max_steps},
+        environ=os.environ,
+        complete=_canonical,
+    )
+    if call.output.reports is None:
+        for field, variable in resolved.from_environment.items():
+            call.output.warning(f"{field} is taken from the environment variable {variable}")
+    if show:
+        from pscli import reports
+
+        call.output.text(reports.recipe(resolved))
+        call.output.document(reports.recipe_document(resolved))
+        return
+    if dry_run or rows_at_step is not None:
+        _dry_run(call.output, resolved, out=out, step=rows_at_step)
+        return
+    worker = os.environ.get("RANK", "") != ""
+    launching = bool(call.torchrun) or (nproc or 1) > 1
+    if worker and launching:
+        raise ConfigError(
+            ["RANK is set, so this process is one of a run already: unset it, or drop --nproc and `-- ...`"]
+        )
+    place = _place(out, resolved, worker=worker)
+    _refuse_early(resolved, place, init=init, overwrite=overwrite)
+    if launching:
+        from pscli import launch
+
+        launch.check_processes(nproc=nproc, extra=call.torchrun, ranks=resolved.config.run.ranks)
+        arguments = _worker_arguments(
+            recipe, place, sets=sets or (), init=init, max_steps=max_steps, device=device, overwrite=overwrite
+        )
+        code = launch.launch(
+            call.output,
+            out=place,
+            nproc=nproc,
+            extra=call.torchrun,
+            arguments=[*arguments, *_modes(call.output)],
+            argv=call.argv,
+            shutdown_timeout=resolved.config.checkpoint.shutdown_timeout,
+            threads=resolved.config.backbone.threads_per_rank,
+        )
+        raise typer.Exit(code)
+    _train(call, resolved, place, init=init, overwrite=overwrite)
+
+
+def _list(output: Output) -> None:
+    found = list_recipes()
+    output.text(table([(info.name, info.summary) for info in found]))
+    output.document(
+        {"recipes": [{"name": info.name, "summary": info.summary, "path": info.path} for info in found]}
+    )
+
+
+def _dry_run(output: Output, resolved: Resolved, *, out: Path | None, step: int | None) -> None:
+    from parallel_synthesis.training.plan import plan, rows_at
+    from pscli import reports
+
+    where = out if out is not None else Path("runs")
+    planned = plan(resolved.config, out=where)
+    rows = None if step is None else rows_at(resolved.config, planned, step)
+    output.text(reports.plan(resolved, planned, step=step, rows=rows))
+    output.document(reports.plan_document(resolved, planned, step=step, rows=rows))
+
+
+def _place(out: Path | None, resolved: Resolved, *, worker: bool) -> Path:
+    if out is not None:
+        return out
+    if worker and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(["--out is missing: the processes of a run must be given the same directory"])
+    return Path("runs") / f"{resolved.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _refuse_early(resolved: Resolved, out: Path, *, init: str | None, overwrite: bool) -> None:
+    """What can be refused in a moment is refused before torch is loaded or a process is started."""
+    from parallel_synthesis.checkpoint.layout import RunPaths, find_components
+    from parallel_synthesis.training.plan import missing_inputs, refuse_existing
+
+    if resolved.config.run.method != "fixed_parallel_kv":
+        raise RefusedError(
+            f'run.method = "{resolved.config.run.method}" is not in this version; '
+            'use run.method = "fixed_parallel_kv"'
+        )
+    rank = os.environ.get("RANK") or "0"
+    if not overwrite and rank == "0":  # another rank may look when rank 0 has made it already
+        refuse_existing(RunPaths(out))
+    missing = missing_inputs(resolved.config)
+    if missing:
+        raise DataError(
+            "what the run needs is not there:\n"
+            + "\n".join(f"  - {text}" for text in missing)
+            + f"\nput it there, or set data.root or data.files; `ps train {resolved.path} --dry-run` plans without"
+        )
+    if init is not None:
+        find_components(init)
+
+
+def _worker_arguments(
+    recipe: str,
+    out: Path,
+    *,
+    sets: Sequence[str],
+    init: str | None,
+    max_steps: int | None,
+    device: str | None,
+    overwrite: bool,
+) -> list[str]:
+    arguments = ["train", recipe, "--out", str(out)]
+    for item in sets:
+        arguments += ["--set", item]
+    for flag, value in (("--init", init), ("--max-steps", max_steps), ("--device", device)):
+        if value is not None:
+            arguments += [flag, str(value)]
+    return [*arguments, "--overwrite"] if overwrite else arguments
+
+
+def _modes(output: Output) -> list[str]:
+    modes = [] if output.mode == "human" else [f"--{output.mode}"]
+    return [*modes, "--debug"] if output.debug else modes
+
+
+def _train(call: Call, resolved: Resolved, out: Path, *, init: str | None, overwrite: bool) -> None:
+    from pscli import reports
+    from pscli.progress import Watcher
+
+    output = call.output
+    argv = call.argv
+    if output.reports is not None:
+        argv = tuple(json.loads((output.reports / ARGV_FILE).read_text(encoding="utf-8")))
+    watcher = Watcher(output, log_every=resolved.config.log.every)
+    with _stop_signals_interrupt():
+        # Here, not at the top: this loads torch.
+        from parallel_synthesis.training import loop
+
+        try:
+            result = loop.train(
+                resolved, out=out, observer=watcher, init=init, overwrite=overwrite, argv=list(argv)
+            )
+        finally:
+            watcher.close()
+    output.text(reports.ending(resolved, result))
+    output.document(reports.result_document(resolved, result))
+
+
+@contextmanager
+def _stop_signals_interrupt() -> Iterator[None]:
+    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
