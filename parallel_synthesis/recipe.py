@@ -128,6 +128,34 @@ def load_recipe(
     )
 
 
+def load_record(
+    record: Mapping[str, Any],
+    *,
+    path: Path,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+) -> Resolved:
+    """The config that a run wrote down (run_args.json), with overrides; nothing of the recipe file is read again."""
+    builder = _Builder()
+    builder.recipe(record["config"], path.name)
+    for item in sets:
+        builder.assignment(item)
+    for flag, given in (flags or {}).items():
+        if given is not None:
+            builder.value(FLAGS[flag], given, origin=f"flag {flag}", shown=f"{flag} {given}")
+    config = builder.build(record["recipe"])
+    found = builder.problems + problems(config)
+    if found:
+        raise ConfigError(found)
+    return Resolved(
+        config=config,
+        origins=builder.origins,
+        name=record["recipe"],
+        path=path,
+        sha256=record["recipe_sha256"],
+    )
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean X?`, or nothing when no known word is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -186,6 +214,8 @@ class _Builder:
 
     def recipe(self, table: Mapping[str, Any], file: str) -> None:
         for section, fields in table.items():
+            if section == "recipe" and isinstance(fields, str) and file == "run_args.json":
+                continue  # the recipe's name, which a record keeps with the config
             if section not in self._types:
                 self.problems.append(
                     f"{file}: [{section}]: no such section{nearest(section, list(self._types))}"

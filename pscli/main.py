@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
@@ -33,9 +34,26 @@ EXIT_CODES: Sequence[tuple[type[BaseException], int]] = (
 )
 _EPILOG = """Exit codes: 0 done; 1 a check failed; 2 refused (usage, config, input); 3 I/O failure or
 unexpected; 75 stopped by a signal after a complete save; 130 interrupted before that."""
+P = ParamSpec("P")
 # typer vendors click or depends on it, by version; its own exports lead to the classes in both cases.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 _ClickError: Any = _UsageError.__bases__[0]
+
+
+class Interrupted(Exception):
+    """A KeyboardInterrupt on its way through typer, which would turn it into a silent exit."""
+
+
+def _interruptible(command: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
+
+    return wrapped
+
 
 app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would double the start-up time
@@ -69,7 +87,7 @@ def main(
     """
 
 
-app.command("train", epilog="Everything after `--` is passed to torchrun.")(train)
+app.command("train", epilog="Everything after `--` is passed to torchrun.")(_interruptible(train))
 
 
 def run() -> None:
@@ -100,15 +118,12 @@ def call(arguments: Sequence[str]) -> int:
     except _ClickError as error:
         output.failure(error, REFUSED, message=_usage_message(error, own))
         return REFUSED
-    except typer.Abort as error:
-        output.failure(error, INTERRUPTED, message="interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away (`| head`); nothing can be said to it, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNEXPECTED
-    except KeyboardInterrupt as error:
-        output.failure(error, INTERRUPTED, message="interrupted")
+    except (Interrupted, typer.Abort, KeyboardInterrupt):
+        output.failure(KeyboardInterrupt(), INTERRUPTED, message="interrupted before a complete save")
         return INTERRUPTED
     except (ParallelSynthesisError, OSError) as error:
         code = exit_code(error)

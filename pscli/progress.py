@@ -75,6 +75,9 @@ class Watcher:
         self.close()
         self._total = result.total_steps
 
+    def note(self, text: str) -> None:
+        self._line(text)
+
     def warning(self, text: str) -> None:
         self._pause()
         self._output.warning(text)

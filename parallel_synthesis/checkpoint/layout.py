@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel_synthesis.checkpoint.retention import keep
 from parallel_synthesis.config import CheckpointConfig
 from parallel_synthesis.errors import CheckpointError, StorageError
 from parallel_synthesis.provenance.manifest import MANIFEST, verify_quick
@@ -214,18 +215,13 @@ def saved_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
 
 
 def kept_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
-    """The steps whose bytes are on the disk when they are most: what is kept while the last save is being
-    written.
+    """The steps whose bytes are on the disk when they are most: what is kept, and the last save being written.
 
-    That is the peak, since a save adds one and retention then removes at most one; milestones share their
-    step's bytes.
+    That is the peak: a save adds one and retention then removes at most one. Milestones share their step's bytes.
     """
-    saved = saved_steps(steps_total, config)
-    named = set(config.milestones)
-    every = config.keep_every
-    kept = {step for step in saved if step == 0 or step in named or (every is not None and step % every == 0)}
-    unnamed = [step for step in saved if step not in named]
-    return sorted(kept | set(unnamed[-(config.keep_last + 1) :]) | {saved[-1]})
+    *earlier, newest = saved_steps(steps_total, config)
+    kept = keep(earlier, last=config.keep_last, every=config.keep_every, named=set(config.milestones))
+    return sorted(kept | {newest})
 
 
 def disk_needed(

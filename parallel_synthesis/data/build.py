@@ -1,4 +1,4 @@
-"""Makes the index of a data file in one pass that hashes, unpacks and validates, and keeps it in the cache."""
+"""Makes a data file's index in one pass that hashes, unpacks and validates, and keeps it in the cache."""
 
 from __future__ import annotations
 

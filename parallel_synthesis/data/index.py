@@ -194,7 +194,7 @@ def _is_gzip(fd: int, path: Path) -> bool:
 def _in_use(rows: Rows, max_rows: int | None) -> tuple[int, tuple[BadRow, ...]]:
     """The number of rows in use and the bad ones among and before them."""
     count = len(rows.offsets)
-    if max_rows is None or max_rows >= count:
+    if max_rows is None or max_rows > count:
         return count, tuple(rows.bad)
     last = rows.lines[max_rows - 1]
     return max_rows, tuple(bad for bad in rows.bad if bad.line < last)

@@ -15,7 +15,7 @@ from parallel_synthesis.model.lanes import cache_argument, quiet_loading, rope_t
 from parallel_synthesis.model.source import Source, find_source
 from parallel_synthesis.model.tokens import check_tokenizer, load_tokenizer
 
-# Architectures and ropes for which the block-mask check is in the test suite, with every transformers release in use.
+# The block-mask check of these is in the test suite and passes with every transformers release in use.
 TESTED_ARCHITECTURES = ("gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "stablelm")
 TESTED_ROPES = ("default", "linear", "llama3", "yarn")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +52,7 @@ class Backbone:
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" is the current CUDA device when there is one, else the CPU. BackboneError for one that is not there."""
+    """The device by name; "auto" is CUDA where there is any, else the CPU. BackboneError if it is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -75,9 +75,9 @@ def resolve_device(device: str) -> torch.device:
 def load_backbone(config: BackboneConfig, *, device: str = "auto") -> Backbone:
     """The backbone of `config` on `device`, frozen and in eval mode.
 
-    A local path (directory, .gguf file, `package:PATH`) beats a Hub id and is read without any network. The dtype
-    "auto" is bfloat16 on CUDA and float32 on a CPU. BackboneError for a backbone that is missing, incomplete, or not
-    among those that the method is exact for.
+    A local path (directory, .gguf file, `package:PATH`) beats a Hub id and is read without any network. The
+    dtype "auto" is bfloat16 on CUDA and float32 on a CPU. BackboneError for a backbone that is missing,
+    incomplete, or not among those that the method is exact for.
     """
     place = resolve_device(device)
     automatic = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -129,7 +129,8 @@ def _load_model(
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise BackboneError(
-            f"backbone {source.name}: its weights cannot be loaded with attention {attention}: {_first_line(error)}; "
+            f"backbone {source.name}: its weights cannot be loaded (attention {attention}): "
+            f"{_first_line(error)}; "
             "check the files, backbone.attention and the installed packages"
         ) from error
     if info["missing_keys"]:
@@ -146,7 +147,8 @@ def check_config(config: Any, name: str) -> None:
     kind = config.model_type
     if kind not in TESTED_ARCHITECTURES:
         raise BackboneError(
-            f"backbone {name}: architecture {kind!r} is not tested; expected one of {', '.join(TESTED_ARCHITECTURES)}"
+            f"backbone {name}: architecture {kind!r} is not tested; "
+            f"expected one of {', '.join(TESTED_ARCHITECTURES)}"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise BackboneError(
@@ -186,7 +188,7 @@ def check_model(model: Any, name: str) -> None:
 
 
 def _fit_embedding(model: Any, tokens: int) -> int | None:
-    """Resizes the embedding for a longer tokenizer; a padded one is kept. Returns the old number of rows, or None.
+    """Resizes the embedding for a longer tokenizer and returns the old number of rows; None: it was long enough.
 
     The new rows are the mean of the old ones: the same in every process, with no random number drawn.
     """

@@ -24,8 +24,8 @@ from parallel_synthesis.model.lanes import (
 from parallel_synthesis.model.mapper import affine
 from parallel_synthesis.model.tokens import BranchTokens
 
-# Measured in tokens. The first is where one more forward costs less than the repeated prefix; the others bound what a
-# joint forward pads and holds.
+# Measured in tokens. The first is where one more forward costs less than the repeated prefix; the others
+# bound what a joint forward pads and holds.
 SHARE_FROM = 128
 GROUP_TOKENS = 4096
 GROUP_CONTEXT = 32768
@@ -34,7 +34,7 @@ PADDING = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """Which forwards prefill a row: `shared` prefix tokens once (0: none), then each group of branches together."""
+    """The forwards of a row's prefill: `shared` prefix tokens once (0: none), then group by group."""
 
     shared: int
     groups: tuple[tuple[int, ...], ...]
@@ -46,7 +46,7 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchCache:
-    """Keys and values that a branch leaves: per layer [1, H, kept, D], the keys rotated to start at position 0."""
+    """What a branch leaves: keys and values per layer, [1, H, kept, D], the keys rotated to start at 0."""
 
     layers: tuple[States, ...]
     kept: int
@@ -65,11 +65,11 @@ def common_prefix(branches: Sequence[BranchTokens]) -> int:
 
 
 def plan_prefill(lengths: Sequence[int], prefix: int) -> PrefillPlan:
-    """The forwards for branches of these lengths that share `prefix` tokens. From lengths alone: it never varies.
+    """The forwards for branches of these lengths that share `prefix` tokens. From lengths alone.
 
-    A shared prefix is prefilled once when that saves `SHARE_FROM` tokens; each branch keeps at least one token of its
-    own. Branches of similar length then go together as long as little is padded and the forward stays small: a long
-    branch fills the device alone.
+    A shared prefix is prefilled once when that saves `SHARE_FROM` tokens; each branch keeps at least one
+    token of its own. Branches of similar length then go together as long as little is padded and the forward
+    stays small: a long branch fills the device alone.
     """
     shared = min(prefix, min(lengths, default=0) - 1)
     if shared * (len(lengths) - 1) < SHARE_FROM:
@@ -91,7 +91,7 @@ def _fits(lengths: Sequence[int], shared: int) -> bool:
 
 @torch.no_grad()
 def prefill(base: nn.Module, branches: Sequence[BranchTokens], plan: PrefillPlan) -> list[BranchCache]:
-    """The branch caches, in branch order. `base` is the frozen base transformer, without LoRA and without LM head."""
+    """The branch caches, in branch order. `base` is the frozen transformer, without LoRA and LM head."""
     device = next(base.parameters()).device
     shared: list[States] = []
     if plan.shared:
@@ -163,10 +163,10 @@ def _turn_back(base: nn.Module, branch: BranchTokens, keys: Tensor) -> tuple[Ten
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`keys` [B, H, T, D] rotated by angles with `cos`, `sin` [T, D_rotary], computed in their dtype, stored in the keys'.
+    """`keys` [B, H, T, D] rotated by `cos`, `sin` [T, D_rotary]: computed in their dtype, stored in the keys'.
 
-    Half-split layout; where rope covers only the first D_rotary channels, the others stay. The backbones whose layout
-    differs are not in the list that load_backbone accepts.
+    Half-split layout; where rope covers only the first D_rotary channels, the others stay. The backbones
+    whose layout differs are not in the list that load_backbone accepts.
     """
     turned, rest = keys[..., : cos.shape[-1]].to(cos.dtype), keys[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
@@ -175,10 +175,10 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def join(caches: Sequence[BranchCache], coefficients: Tensor) -> Any:
-    """The joined cache: every branch mapped by its `coefficients` [N, L, 4], along the sequence in branch order.
+    """The joined cache: each branch mapped by its `coefficients` [N, L, 4], one behind the other.
 
-    A transformers cache that already reports its length; the map is applied layer by layer when the live forward gets
-    there, and gradients flow through it to the coefficients.
+    A transformers cache that already reports its length; the map is applied layer by layer when the live
+    forward gets there, and gradients flow through it to the coefficients.
     """
     length = sum(cache.kept for cache in caches)
     layers = range(coefficients.shape[1])

@@ -50,21 +50,21 @@ def embeddings(peft_model: nn.Module) -> dict[str, Tensor]:
     parts = [model.get_input_embeddings(), model.get_base_model().get_output_embeddings()]
     for name, module in peft_model.named_modules():
         if any(module is part for part in parts):
-            weight: Tensor = module.weight.detach()  # type: ignore[operator, union-attr]
+            weight: Tensor = module.weight.detach()
             if all(weight.data_ptr() != other.data_ptr() for other in found.values()):
                 found[f"{name}.weight"] = weight
     return found
 
 
 def read_mapper(directory: Path, expected: MapperConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of cache_mapper.pt, checked against the run's mapper. A missing config file means 32 and "both"."""
+    """State dict of cache_mapper.pt, checked against the run's. A missing config file means 32 and "both"."""
     path = directory / MAPPER_CONFIG_FILE
     config = _read_json(path) if path.exists() else {"hidden_dim": 32, "metadata_features": "both"}
     for key in ("hidden_dim", "metadata_features"):
         wanted = getattr(expected, key)
         if config.get(key) != wanted:
             raise CheckpointError(
-                f"{path}: {key} = {config.get(key)!r}, expected {wanted!r}; set mapper.{key} to the checkpoint's"
+                f"{path}: {key} = {config.get(key)!r}, expected {wanted!r}; set mapper.{key} to it"
             )
     path = directory / MAPPER_FILE
     try:
@@ -84,8 +84,8 @@ def read_adapter(
 ) -> dict[str, Tensor]:
     """LoRA tensors of a checkpoint's adapter, checked against the run's own adapter `state`.
 
-    Embeddings in the file (the release has them) must be the backbone's own, since they are never trained; rows beyond
-    those of the backbone's files are returned with the LoRA.
+    Embeddings in the file (the release has them) must be the backbone's own, since they are never trained;
+    rows beyond those of the backbone's files are returned with the LoRA.
     """
     config_path, path = directory / ADAPTER_CONFIG_FILE, directory / ADAPTER_FILE
     _check_config(config_path, _read_json(config_path), expected)
@@ -131,8 +131,8 @@ def _check_names(path: Path, found: set[str], wanted: set[str]) -> None:
     missing, extra = sorted(wanted - found), sorted(found - wanted)
     if missing or extra:
         raise CheckpointError(
-            f"{path}: tensors do not fit this run: {len(missing)} missing {missing[:2]}, {len(extra)} unknown "
-            f"{extra[:2]}; expected the {len(wanted)} of this backbone and config"
+            f"{path}: tensors do not fit this run: {len(missing)} missing {missing[:2]}, "
+            f"{len(extra)} unknown {extra[:2]}; expected the {len(wanted)} of this backbone and config"
         )
 
 
@@ -154,8 +154,8 @@ def _check_frozen(path: Path, name: str, found: Tensor, backbone: Backbone) -> N
     fits = found.shape[1:] == own.shape[1:] and found.shape[0] <= own.shape[0]
     if not fits or not torch.equal(found[:rows].to(own.dtype), own[:rows].cpu()):
         raise CheckpointError(
-            f"{path}: {name} {list(found.shape)} is not the embedding of backbone {backbone.name} {list(own.shape)}; "
-            "use the backbone the adapter was trained on"
+            f"{path}: {name} {list(found.shape)} is not the embedding {list(own.shape)} of "
+            f"backbone {backbone.name}; use the backbone the adapter was trained on"
         )
 
 

@@ -1,4 +1,4 @@
-"""The only file that knows how transformers releases differ: cache argument, cache layers, rope module, loading.
+"""The only file that knows how transformers releases differ: cache argument and layers, rope, loading.
 
 Shape legend: B batch, H key/value heads, T tokens, D head width.
 """
@@ -22,9 +22,9 @@ States = tuple[Tensor, Tensor]  # keys and values, each [B, H, T, D]
 class PastLayer(DynamicLayer):  # type: ignore[misc]
     """A cache layer whose past is given, and which never copies more than attention needs.
 
-    `past` gives the keys and values [1 or B, H, length, D] that come before the new ones, in order; it is called when
-    the layer is reached, so that a mapped copy of the cache exists for one layer at a time. The new ones are kept in
-    `new` when `record` is set.
+    `past` gives the keys and values [1 or B, H, length, D] that come before the new ones, in order; it is
+    called when the layer is reached, so that a mapped copy of the cache exists for one layer at a time. The
+    new ones are kept in `new` when `record` is set.
     """
 
     def __init__(self, past: Callable[[], Sequence[States]], *, length: int, record: bool) -> None:
@@ -40,7 +40,7 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
-        """Past and new, joined along the sequence. Further arguments (rotary tables, positions) are not needed."""
+        """Past and new, joined along the sequence. Further arguments (rotary tables) are not needed."""
         if self._record:
             self.new = (key_states, value_states)
         batch = key_states.shape[0]
@@ -57,7 +57,7 @@ def make_cache(layers: Sequence[PastLayer]) -> Any:
 
 
 def cache_argument(base: nn.Module) -> str | None:
-    """Under which name a base transformer takes its cache (`cache` or `past_key_values`); None if it takes none."""
+    """The name under which a transformer takes its cache (`cache` or `past_key_values`), or None."""
     names = inspect.signature(base.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), None)
 
@@ -87,7 +87,7 @@ def rope_type(rotary: nn.Module) -> str:
 
 
 def rotary_tables(rotary: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D_rotary] of `positions` [T] as pure rotations: YaRN's attention scaling is divided out."""
+    """cos and sin [T, D_rotary] of `positions` [T], pure rotations: YaRN's scaling is divided out."""
     like = torch.empty(1, dtype=dtype, device=positions.device)
     cos, sin = rotary(like, positions[None])
     scaling = getattr(rotary, "attention_scaling", 1.0)
@@ -104,7 +104,7 @@ def quiet_attach() -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """The library prints nothing: loading shows no progress bar. The caller's setting comes back afterwards."""
+    """The library prints nothing: no progress bar. The caller's setting comes back afterwards."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

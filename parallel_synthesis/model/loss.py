@@ -17,8 +17,8 @@ def target_loss(
 ) -> Tensor:
     """Sum of the cross-entropy over the target tokens, a scalar in (at least) fp32.
 
-    `hidden` [T, H] are the final hidden states of the T positions that predict `targets` [T]. Of more than one chunk
-    the logits are computed again in backward; of a single one they are kept, which peaks no higher.
+    `hidden` [T, H] are the final hidden states of the T positions that predict `targets` [T]. Of more than
+    one chunk the logits are computed again in backward; of a single one they are kept, which peaks no higher.
     """
 
     def part(states: Tensor, wanted: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def target_loss(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return functional.cross_entropy(logits, wanted, reduction="sum")
 
-    pieces = list(zip(hidden.split(chunk), targets.split(chunk), strict=True))
+    pieces = list(zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True))
     if len(pieces) == 1:
         return part(*pieces[0])
     total = None

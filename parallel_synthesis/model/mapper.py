@@ -1,6 +1,7 @@
 """The cache mapper: a small MLP that gives each branch and layer an affine map of its keys and values.
 
-Shape legend: N branches, L layers, F = 3 inputs, D = hidden width, and 4 outputs (alpha_k, beta_k, alpha_v, beta_v).
+Shape legend: N branches, L layers, F inputs (3 in the release), D hidden width; 4 outputs are alpha_k,
+beta_k, alpha_v, beta_v.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ SCALE = 0.1  # alpha in (0.9, 1.1), beta in (-0.1, 0.1)
 
 
 class CacheMapper(nn.Module):
-    """Maps (kept length, number of branches, layer) to alpha_k, beta_k, alpha_v, beta_v (design.md, "Mapper").
+    """(kept length, number of branches, layer) -> alpha_k, beta_k, alpha_v, beta_v (design.md, "Mapper").
 
-    The last layer starts at zero, so a new mapper is the identity. `generator` draws the first layer, so that the
-    weights depend on nothing else. State dict: net.0.weight [D, F], net.0.bias [D], net.2.weight [4, D],
+    The last layer starts at zero, so a new mapper is the identity. `generator` draws the first layer, so that
+    the weights depend on nothing else. State dict: net.0.weight [D, F], net.0.bias [D], net.2.weight [4, D],
     net.2.bias [4], all fp32; F counts the inputs that `metadata_features` leaves.
     """
 
@@ -54,7 +55,7 @@ class CacheMapper(nn.Module):
         return self.features in ("both", "num_agents")
 
     def forward(self, kept: Sequence[int], layers: int) -> Tensor:
-        """Coefficients [N, L, 4] for branches that keep `kept[n]` tokens each, in a backbone of `layers` layers."""
+        """Coefficients [N, L, 4] for branches that keep `kept[n]` tokens, in a backbone of L = `layers`."""
         weight = next(self.parameters())
         rows = []
         for length in kept:
@@ -70,8 +71,8 @@ class CacheMapper(nn.Module):
 class _Affine(torch.autograd.Function):
     """alpha * states + beta in at least fp32, stored in the states' dtype.
 
-    Not left to autograd, which would keep an fp32 copy of a bf16 cache alive until backward. The states come from the
-    frozen backbone and get no gradient.
+    Not left to autograd, which would keep an fp32 copy of a bf16 cache alive until backward. The states come
+    from the frozen backbone and get no gradient.
     """
 
     @staticmethod

@@ -33,7 +33,8 @@ def trainable_sizes(
 ) -> TrainableSizes | None:
     """Sizes for a config.json's content. None when a shape or a target module is not known here.
 
-    Reads hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size.
+    Reads hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim and
+    intermediate_size.
     """
     try:
         hidden, layers, heads = (
@@ -62,7 +63,7 @@ def trainable_sizes(
 
 
 def read_shapes(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """config.json of a backbone: from its directory, else the Hub cache, else the shipped manifests/backbones.json.
+    """config.json of a backbone: its directory's, else the Hub cache's, else from manifests/backbones.json.
 
     No network. None when it is nowhere to be found (a .gguf file has none either).
     """

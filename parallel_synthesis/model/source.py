@@ -12,7 +12,7 @@ from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What `from_pretrained` takes: `where` and further `arguments`. `name` is the model as the user wrote it."""
+    """What `from_pretrained` takes: `where` and `arguments`. `name` is the model as the user wrote it."""
 
     name: str
     where: str
@@ -24,7 +24,7 @@ class Source:
 
 
 def find_source(model: str, revision: str | None) -> Source:
-    """Source of a Hub id, a directory, `package:PATH` or a .gguf file. BackboneError for a path that is not there."""
+    """Source of a Hub id, directory, `package:PATH` or .gguf file. BackboneError if a path is not there."""
     path = resolve_path(model)
     if path.is_dir():
         return Source(name=model, where=str(path), arguments={"local_files_only": True})

@@ -1,4 +1,4 @@
-"""The synthesizer: cache mapper and LoRA on a frozen backbone, the loss of a row, and its two components' files."""
+"""The synthesizer: cache mapper and LoRA on a frozen backbone, a row's loss, its components' states."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ ADAPTER = "default"
 class Synthesizer:
     """Reads all branches of a row at once through the joined cache (design.md, "The method, exactly").
 
-    `backbone.model` stays as it is and prefills the branches; the LoRA sits on a second module tree over the same
-    parameters. So prefill needs no switching off of the LoRA, and no error can leave it off. All trainable weights are
-    fp32 and drawn from `seed` alone; the global RNG is left untouched. `forwards` counts backbone forwards.
+    `backbone.model` stays as it is and prefills the branches; the LoRA sits on a second module tree over the
+    same parameters. So prefill needs no switching off of the LoRA, and no error can leave it off. All
+    trainable weights are fp32 and drawn from `seed` alone; the global RNG is left untouched. `forwards`
+    counts backbone forwards.
     """
 
     def __init__(self, backbone: Backbone, *, mapper: MapperConfig, lora: LoraConfig, seed: int) -> None:
@@ -66,8 +67,8 @@ class Synthesizer:
     def parameters(self, components: Components) -> list[tuple[str, nn.Parameter]]:
         """The weights that `components` trains: the mapper's first, then the LoRA's in module order.
 
-        The order of the optimizer's state in checkpoints (formats.md, "training_state.pt"). Sets requires_grad: True
-        for these, False for the other component's.
+        The order of the optimizer's state in checkpoints (formats.md, "training_state.pt"). Sets
+        requires_grad: True for these, False for the other component's.
         """
         mapper = [(f"cache_mapper.{name}", part) for name, part in self.mapper.named_parameters()]
         lora = self.lora_parameters()
@@ -89,7 +90,7 @@ class Synthesizer:
 
     @torch.no_grad()
     def logits(self, row: RowTokens, *, with_branches: bool = True) -> Tensor:
-        """Logits [live, vocabulary] at every live position, without dropout; for checks, training never makes them."""
+        """Logits [live, vocabulary] at every live position, without dropout. For checks, not training."""
         self.train(False)
         logits: Tensor = self._head(self._live_hidden(row, with_branches=with_branches))
         return logits
@@ -114,7 +115,7 @@ class Synthesizer:
     def adapter_state(self) -> dict[str, Tensor]:
         """The tensors of adapter_model.safetensors under PEFT's names: fp32 LoRA weights.
 
-        The frozen embeddings are in it only when the run itself resized the vocabulary: nobody else has those rows.
+        The frozen embeddings are in it only when the run resized the vocabulary: nobody else has those rows.
         """
         state = {name: part.detach() for name, part in self.lora_parameters()}
         if self.backbone.resized_from is not None:
@@ -126,7 +127,7 @@ class Synthesizer:
         return files.plain_config(self.peft_model.peft_config[ADAPTER])
 
     def load_components(self, directory: Path) -> None:
-        """Takes over the mapper and the LoRA of a checkpoint directory. CheckpointError names what does not fit."""
+        """Takes over a checkpoint directory's mapper and LoRA. CheckpointError names what does not fit."""
         mapper = files.read_mapper(directory, self.mapper_config, self.mapper.state_dict())
         lora = files.read_adapter(directory, self.lora_config, self.adapter_state(), self.backbone)
         with torch.no_grad():
@@ -140,7 +141,7 @@ class Synthesizer:
 
 
 def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
-    """A PEFT model with a new LoRA over the backbone's own parameters; `backbone.model` itself is not touched."""
+    """A PEFT model with a new LoRA over the backbone's own parameters; `backbone.model` is not touched."""
     tensors = chain(backbone.model.parameters(), backbone.model.buffers())
     tree = copy.deepcopy(backbone.model, {id(tensor): tensor for tensor in tensors})
     config = PeftLoraConfig(
@@ -166,7 +167,8 @@ def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
             f"lora.target_modules = {list(lora.target_modules)}: cannot be attached to {backbone.name}; "
             f"expected some of its linear modules: {', '.join(sorted(names))}"
         ) from error
-    # Set now: PEFT itself fills in the path the weights were loaded from, and warns when it was given another name.
+    # Set now: PEFT itself fills in the path the weights were loaded from, and warns when it was given another
+    # name.
     config.base_model_name_or_path, config.revision = backbone.name, backbone.revision
     return peft_model
 

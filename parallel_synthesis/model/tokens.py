@@ -1,4 +1,4 @@
-"""What a row becomes in tokens: prefill and kept tokens of each branch, live sequence, where the targets start."""
+"""A row in tokens: prefill and kept tokens of each branch, the live sequence, where its targets start."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def check_tokenizer(tokenizer: Any, name: str) -> None:
     """BackboneError unless the tokenizer gives offsets and knows an end-of-sequence token."""
     if not getattr(tokenizer, "is_fast", False):
         raise BackboneError(
-            f"tokenizer of {name}: {type(tokenizer).__name__} gives no character offsets, which decide the kept "
-            "tokens of a branch; use a model that ships a tokenizer.json"
+            f"tokenizer of {name}: {type(tokenizer).__name__} gives no character offsets, which decide "
+            "the kept tokens of a branch; use a model that ships a tokenizer.json"
         )
     if not tokenizer.eos_token:
         raise BackboneError(
@@ -108,7 +108,7 @@ def tokenize_row(
     system: str,
     think: bool,
 ) -> RowTokens:
-    """The tokens of one row (design.md, "Tokenisation"). `extracts[i]` belongs to `contexts[i]`, both stripped.
+    """The tokens of one row (design.md, "Tokenisation"). `extracts[i]` goes with `contexts[i]`, both stripped.
 
     The tokenizer must have passed `check_tokenizer`. DataError when a branch or the target comes to no token.
     """

@@ -121,6 +121,7 @@ class LoggedStep:
     line: int
 
 
+_ATTEMPT = re.compile(r"^\[resume\] attempt=\d+ from_step=\d+ ")
 _STEP = re.compile(r"^\[train(?:-dist)?\] (skipped )?epoch=(\d+) step=(\d+) (.*)$")
 _FIELD = re.compile(r"(?:^|\s)(loss|target_tokens|rows|rank_loss|rank_grad|rank_rng|grad)=(\S*)")
 
@@ -144,6 +145,14 @@ def read_steps(lines: Iterable[str]) -> Iterator[LoggedStep]:
             digest=_read_digest(fields),
             line=number,
         )
+
+
+def count_attempts(path: Path) -> int:
+    """Attempts in a log so far: 1 and one more for every `[resume] attempt=` line; 0 without a log."""
+    if not path.exists():
+        return 0
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        return 1 + sum(_ATTEMPT.match(line) is not None for line in lines)
 
 
 def _digest_fields(digest: StepDigest) -> list[str]:

@@ -62,7 +62,7 @@ def run_to_end(run: Run) -> TrainResult:
     with stop_requests() as request:  # from here on there is a checkpoint to stop at
         if run.engine.progress.step == 0:
             _evaluate(run, [("before", True)])
-        for record in steps(run, request):
+        for record in steps(run, request, last=run.engine.total_steps):
             _after_step(run, record)
         run.saver.finish()
     evaluations = _evaluate(run, [("after", True), ("after, branches removed", False)])
@@ -72,11 +72,11 @@ def run_to_end(run: Run) -> TrainResult:
     return result
 
 
-def steps(run: Run, request: StopRequest) -> Iterator[StepRecord]:
-    """Does every remaining step and counts it; saves and raises StoppedError when any process was asked to stop."""
+def steps(run: Run, request: StopRequest, *, last: int) -> Iterator[StepRecord]:
+    """Does every step up to `last`; saves and raises StoppedError when any process was asked to stop."""
     engine = run.engine
     last_end = time.monotonic()
-    for prepared in engine.preparer.steps(engine.progress.step + 1, engine.total_steps):
+    for prepared in engine.preparer.steps(engine.progress.step + 1, last):
         run.saver.raise_if_failed()
         notices = engine.processes.exchange(
             _Notice(

@@ -120,7 +120,7 @@ def train(
             ["RANK is set, so this process is one of a run already: unset it, or drop --nproc and `-- ...`"]
         )
     place = _place(out, resolved, worker=worker)
-    _refuse_early(resolved, place, init=init, overwrite=overwrite)
+    _refuse_early(resolved, place, recipe=recipe, init=init, overwrite=overwrite)
     if launching:
         from pscli import launch
 
@@ -169,7 +169,7 @@ def _place(out: Path | None, resolved: Resolved, *, worker: bool) -> Path:
     return Path("runs") / f"{resolved.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _refuse_early(resolved: Resolved, out: Path, *, init: str | None, overwrite: bool) -> None:
+def _refuse_early(resolved: Resolved, out: Path, *, recipe: str, init: str | None, overwrite: bool) -> None:
     """What can be refused in a moment is refused before torch is loaded or a process is started."""
     from parallel_synthesis.checkpoint.layout import RunPaths, find_components
     from parallel_synthesis.training.plan import missing_inputs, refuse_existing
@@ -187,7 +187,7 @@ def _refuse_early(resolved: Resolved, out: Path, *, init: str | None, overwrite:
         raise DataError(
             "what the run needs is not there:\n"
             + "\n".join(f"  - {text}" for text in missing)
-            + f"\nput it there, or set data.root or data.files; `ps train {resolved.path} --dry-run` plans without"
+            + f"\nput it there, or set data.root or data.files; `ps train {recipe} --dry-run` plans without"
         )
     if init is not None:
         find_components(init)

@@ -1,4 +1,4 @@
-"""Opening and reading .jsonl and .jsonl.gz: what is accepted, what is refused and how, and that bytes are exact."""
+"""Opening and reading .jsonl and .jsonl.gz: what is accepted, what is refused and how, what is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refusal(path: Path, **options: Any) -> str:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_reads_each_row_exactly(row: RowMaker, write: Writer) -> None:
@@ -252,7 +252,7 @@ def test_no_permission(write: Writer, row: RowMaker, monkeypatch: pytest.MonkeyP
         return real(name, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StorageError, match="found no permission. Give this user read permission"):
+    with pytest.raises(StorageError, match=r"found no permission\. Give this user read permission"):
         open_rows(FLAN, path)
 
 
@@ -270,7 +270,7 @@ def test_a_read_error_is_a_storage_error(
         file.read(0)
     monkeypatch.undo()
     monkeypatch.setattr(os, "read", fail)
-    with pytest.raises(StorageError, match="reading failed: .* Input/output error"):
+    with pytest.raises(StorageError, match=r"reading failed: .* Input/output error"):
         open_rows(FLAN, path, cache=path.parent / "other")
     file.close()
 
@@ -303,7 +303,7 @@ def test_a_file_that_grows_while_it_is_indexed_is_refused(write: Writer, row: Ro
         with path.open("ab") as writing:
             writing.write(json.dumps(row(1)).encode() + b"\n")
 
-    with pytest.raises(DataError, match="it changed while it was indexed. Wait until it is complete"):
+    with pytest.raises(DataError, match=r"it changed while it was indexed\. Wait until it is complete"):
         open_rows(FLAN, path, progress=grow)
     with open_rows(FLAN, path) as file:
         assert file.rows > 1
@@ -350,7 +350,7 @@ GOOD = json.dumps(
 line_kinds = st.sampled_from([GOOD, GOOD + b"\r", b" " + GOOD, b"", b"\r", b"  ", b"{}", b"\xff", b"[1]"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(line_kinds, max_size=12),
     st.booleans(),

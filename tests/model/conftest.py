@@ -98,7 +98,12 @@ def wrap(model: Any) -> Backbone:
 
 
 def make_row(
-    lengths: Sequence[int], kept: Sequence[int] | None = None, *, prefix: int = 0, live: int = 12, seed: int = 0
+    lengths: Sequence[int],
+    kept: Sequence[int] | None = None,
+    *,
+    prefix: int = 0,
+    live: int = 12,
+    seed: int = 0,
 ) -> RowTokens:
     """A row with branches of these prefill and kept lengths, the first `prefix` tokens shared by all."""
     draw = random.Random(seed)
