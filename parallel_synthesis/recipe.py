@@ -135,7 +135,7 @@ def load_record(
     sets: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
 ) -> Resolved:
-    """The config that a run wrote down (run_args.json), with overrides; nothing of the recipe file is read again."""
+    """The config a run wrote down (run_args.json), with overrides; the recipe file is not read again."""
     builder = _Builder()
     builder.recipe(record["config"], path.name)
     for item in sets:

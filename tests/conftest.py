@@ -137,6 +137,12 @@ def tiny_recipe(tiny_backbone: Path, tmp_path: Path, write_rows: Callable[..., P
 
 
 @pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """For a child process: this checkout, no leftovers of a launcher, a cache of its own."""
+    return process_environment(tmp_path)
+
+
+@pytest.fixture
 def ps(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """ps("train", ...): the command as a real process; `env` adds variables."""
 

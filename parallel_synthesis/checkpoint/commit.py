@@ -13,11 +13,12 @@ import errno
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from parallel_synthesis.checkpoint.disk import (
     DISK,
     Disk,
+    Transfer,
     abandoned,
     claimed,
     hidden_name,
@@ -34,7 +35,6 @@ from parallel_synthesis.provenance.hashing import Bytes, HashingFile
 from parallel_synthesis.provenance.manifest import MANIFEST
 from parallel_synthesis.provenance.schema import dump_json, validate
 
-Transfer = Literal["link", "reflink", "copy"]
 _COST: tuple[Transfer, ...] = ("link", "reflink", "copy")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_REFLINKS = _NO_LINKS | {errno.EINVAL, errno.ENOTTY, errno.EBADF, errno.ETXTBSY}

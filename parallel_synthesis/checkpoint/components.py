@@ -75,11 +75,12 @@ def capture(
     meta: Mapping[str, Any],
     into: HostState | None = None,
 ) -> HostState:
-    """Copies everything to host memory once; training may go on as soon as it returns. Draws from no generator.
+    """Copies everything to host memory once; training may go on as soon as it returns. Draws from no
+    generator.
 
-    into: a host state that has been written and is not needed any more; its memory is used again, which is several
-    times quicker. With a background writer keep two and take turns, so that the one being written is left alone.
-    TypeError naming the place of a value that could not be loaded safely again.
+    into: a host state that has been written and is not needed any more; its memory is used again, which is
+    several times quicker. With a background writer keep two and take turns, so that the one being written is
+    left alone. TypeError naming the place of a value that could not be loaded safely again.
     """
     return HostState(
         step=step,

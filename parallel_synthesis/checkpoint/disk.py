@@ -17,11 +17,13 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from parallel_synthesis.checkpoint.layout import free_bytes
 from parallel_synthesis.errors import StorageError
 from parallel_synthesis.provenance.hashing import Bytes
 
+Transfer = Literal["link", "reflink", "copy"]  # how a file came to have a second name, cheapest first
 READ_ONLY = 0o444  # less the umask, which the kernel takes off at creation
 _FICLONE = 0x40049409  # ioctl: share the blocks of another file (Linux; btrfs, xfs and others)
 _FOREIGN_AGE = 24 * 3600.0  # seconds after which another machine's unlocked leftovers count as abandoned

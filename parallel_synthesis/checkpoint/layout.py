@@ -215,9 +215,11 @@ def saved_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
 
 
 def kept_steps(steps_total: int, config: CheckpointConfig) -> list[int]:
-    """The steps whose bytes are on the disk when they are most: what is kept, and the last save being written.
+    """The steps whose bytes are on the disk when they are most: what is kept, and the last save being
+    written.
 
-    That is the peak: a save adds one and retention then removes at most one. Milestones share their step's bytes.
+    That is the peak: a save adds one and retention then removes at most one. Milestones share their step's
+    bytes.
     """
     *earlier, newest = saved_steps(steps_total, config)
     kept = keep(earlier, last=config.keep_last, every=config.keep_every, named=set(config.milestones))

@@ -7,6 +7,7 @@ executed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import pickle
 import struct
@@ -52,8 +53,8 @@ def host_copy(value: Any, *, into: Any = None, where: str = "state") -> Any:
 
     Tensors become plain contiguous CPU tensors with memory of their own; mappings become dicts (in the same
     order); lists and tuples stay what they are; equal strings become one object (pickle writes identity).
-    into: an earlier copy nobody needs any more; the memory of its tensors is written over where place, shape and
-    dtype agree, which saves the time the kernel takes to hand out fresh pages (most of the copy's).
+    into: an earlier copy nobody needs any more; the memory of its tensors is written over where place, shape
+    and dtype agree, which saves the time the kernel takes to hand out fresh pages (most of the copy's).
     TypeError, naming the place, for what weights_only=True would not load (numpy arrays, sets, objects).
     """
     if isinstance(value, torch.Tensor):
@@ -73,7 +74,9 @@ def host_copy(value: Any, *, into: Any = None, where: str = "state") -> Any:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float, bytes):
         return value
-    raise TypeError(f"{where}: {type(value).__name__} cannot be saved safely; expected tensors and plain values")
+    raise TypeError(
+        f"{where}: {type(value).__name__} cannot be saved safely; expected tensors and plain values"
+    )
 
 
 def _host_memory(like: torch.Tensor, old: Any) -> torch.Tensor:
@@ -133,15 +136,23 @@ def load_pt(path: Path) -> Any:
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise StorageError(
-            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
-        ) from error
+        if (
+            error.errno != errno.EINVAL
+        ):  # a seek before the start: the zip directory of a file that was cut short
+            raise StorageError(
+                f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+            ) from error
+        raise _damaged(path, error) from error
     except _LOAD_ERRORS as error:
-        reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
-        raise CheckpointError(
-            f"{path}: expected tensors and plain values only (weights_only=True), found: {reason}; "
-            f"the file is damaged or not safe; use another checkpoint"
-        ) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
+    return CheckpointError(
+        f"{path}: expected tensors and plain values only (weights_only=True), found: {reason}; "
+        f"the file is damaged or not safe; use another checkpoint"
+    )
 
 
 def canonical_digest(state: Any) -> str:

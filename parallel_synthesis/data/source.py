@@ -14,7 +14,7 @@ from parallel_synthesis.errors import DataError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-CHUNK_BYTES = 4 * 2**20  # large, because the two threads may wait 5 ms for each other at a hand-over
+CHUNK_BYTES = 2 * 2**20  # large, because the two threads may wait 5 ms for each other at a hand-over
 PACKED_BYTES = 256 * 2**10  # small, because zlib copies what is left of a read at every end of a gzip member
 GZIP_MAGIC = b"\x1f\x8b"
 _GZIP = 31  # zlib's window bits for "a gzip header and trailer, largest window"

@@ -52,7 +52,7 @@ class Backbone:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device by name; "auto" is CUDA where there is any, else the CPU. BackboneError if it is not there."""
+    """The device by name; "auto" is CUDA where there is any, else the CPU. BackboneError if it is missing."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -188,7 +188,7 @@ def check_model(model: Any, name: str) -> None:
 
 
 def _fit_embedding(model: Any, tokens: int) -> int | None:
-    """Resizes the embedding for a longer tokenizer and returns the old number of rows; None: it was long enough.
+    """Resizes the embedding for a longer tokenizer; the old number of rows, or None if it was long enough.
 
     The new rows are the mean of the old ones: the same in every process, with no random number drawn.
     """

@@ -24,12 +24,12 @@ from parallel_synthesis.model.lanes import (
 from parallel_synthesis.model.mapper import affine
 from parallel_synthesis.model.tokens import BranchTokens
 
-# Measured in tokens. The first is where one more forward costs less than the repeated prefix; the others
-# bound what a joint forward pads and holds.
-SHARE_FROM = 128
+# In tokens. One more forward costs about as much as this many tokens more in another one; the others bound what
+# a joint forward computes, holds and pads.
+FORWARD_TOKENS = 128
 GROUP_TOKENS = 4096
 GROUP_CONTEXT = 32768
-PADDING = 1.25
+PADDING = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,12 @@ def common_prefix(branches: Sequence[BranchTokens]) -> int:
 def plan_prefill(lengths: Sequence[int], prefix: int) -> PrefillPlan:
     """The forwards for branches of these lengths that share `prefix` tokens. From lengths alone.
 
-    A shared prefix is prefilled once when that saves `SHARE_FROM` tokens; each branch keeps at least one
+    A shared prefix is prefilled once when that saves `FORWARD_TOKENS` tokens; each branch keeps at least one
     token of its own. Branches of similar length then go together as long as little is padded and the forward
     stays small: a long branch fills the device alone.
     """
     shared = min(prefix, min(lengths, default=0) - 1)
-    if shared * (len(lengths) - 1) < SHARE_FROM:
+    if shared * (len(lengths) - 1) < FORWARD_TOKENS:
         shared = 0
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -84,9 +84,9 @@ def plan_prefill(lengths: Sequence[int], prefix: int) -> PrefillPlan:
 
 
 def _fits(lengths: Sequence[int], shared: int) -> bool:
-    padded = max(lengths) * len(lengths)
+    padded, real = max(lengths) * len(lengths), sum(lengths)
     in_bounds = padded <= GROUP_TOKENS and padded + shared * len(lengths) <= GROUP_CONTEXT
-    return in_bounds and padded <= PADDING * sum(lengths)
+    return in_bounds and padded - real <= max(PADDING * real, FORWARD_TOKENS)
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def _turn_back(base: nn.Module, branch: BranchTokens, keys: Tensor) -> tuple[Ten
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`keys` [B, H, T, D] rotated by `cos`, `sin` [T, D_rotary]: computed in their dtype, stored in the keys'.
+    """`keys` [B, H, T, D] rotated by `cos`, `sin` [T, D_rotary]: in their dtype, stored in the keys'.
 
     Half-split layout; where rope covers only the first D_rotary channels, the others stay. The backbones
     whose layout differs are not in the list that load_backbone accepts.

@@ -96,7 +96,7 @@ def rotary_tables(rotary: nn.Module, positions: Tensor, dtype: torch.dtype) -> t
 
 @contextmanager
 def quiet_attach() -> Iterator[None]:
-    """PEFT asks a model for a property that transformers 5 calls deprecated; that is between the two of them."""
+    """PEFT reads a property that transformers 5 calls deprecated; that is between the two of them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         yield

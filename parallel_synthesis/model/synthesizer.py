@@ -175,13 +175,11 @@ def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
 
 def _draw_lora(peft_model: nn.Module, generator: torch.Generator) -> None:
     """A uniform within 1/sqrt(inputs) (PEFT's own range), B zero; in module order, on the CPU, in fp32."""
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if ".lora_A." in name:
-                bound = 1 / math.sqrt(parameter.shape[1])
-                drawn = torch.empty(parameter.shape, dtype=torch.float32)
-                parameter.copy_(drawn.uniform_(-bound, bound, generator=generator))
-            elif ".lora_B." in name:
-                parameter.zero_()
-            if ".lora_" in name:
-                assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
+    for name, parameter in peft_model.named_parameters():
+        if ".lora_" not in name:
+            continue
+        drawn = torch.zeros(parameter.shape, dtype=torch.float32)
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            drawn.uniform_(-bound, bound, generator=generator)
+        parameter.data = drawn.to(parameter.device)

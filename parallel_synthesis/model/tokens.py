@@ -108,7 +108,7 @@ def tokenize_row(
     system: str,
     think: bool,
 ) -> RowTokens:
-    """The tokens of one row (design.md, "Tokenisation"). `extracts[i]` goes with `contexts[i]`, both stripped.
+    """The tokens of a row (design.md, "Tokenisation"). `extracts[i]` goes with `contexts[i]`, both stripped.
 
     The tokenizer must have passed `check_tokenizer`. DataError when a branch or the target comes to no token.
     """

@@ -1,4 +1,5 @@
-"""What has changed between a run's record and this moment, and what each change can do to the result (no torch)."""
+"""What has changed between a run's record and this moment, and what each change can do to the result (no
+torch)."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def _data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Drift]:
 def _backbone(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Drift]:
     before, after = saved["backbone"], now["backbone"]
     files = sorted(before.get("files", {}).keys() | after.get("files", {}).keys())
-    changed = [name for name in files if before.get("files", {}).get(name) != after.get("files", {}).get(name)]
+    changed = [
+        name for name in files if before.get("files", {}).get(name) != after.get("files", {}).get(name)
+    ]
     for label, wanted in (("backbone", False), ("tokenizer", True)):
         names = [name for name in changed if name.startswith(_TOKENIZER_FILES) == wanted]
         if names:
@@ -109,7 +112,9 @@ def _environment(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[D
                 if one.get(name) != other.get(name):
                     yield _drift(name, one.get(name), other.get(name), _environment_kind(key, name))
         else:
-            yield _drift(key, one, other, BITS if key == "machine" or (key == "cpu_model" and on_cpu) else HARMLESS)
+            yield _drift(
+                key, one, other, BITS if key == "machine" or (key == "cpu_model" and on_cpu) else HARMLESS
+            )
 
 
 def _environment_kind(group: str, name: str) -> Kind:

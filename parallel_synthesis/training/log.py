@@ -22,6 +22,9 @@ from parallel_synthesis.errors import StorageError
 from parallel_synthesis.training.events import StepDigest, StepRecord
 
 
+CUT = " [cut]"  # ends a line whose writer was killed: what stands before it is no record
+
+
 class LogWriter:
     """Appends whole lines; each is one write, so that a reader never meets a mixed one."""
 
@@ -99,13 +102,13 @@ class LogWriter:
         os.close(self._file)
 
     def _end_cut_line(self) -> None:
-        """A line that a killed writer left without its end is ended, never removed."""
+        """A line that a killed writer left without its end is marked as cut and ended, never removed."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             return
         with self._path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                file.write(b"\n")
+                file.write(CUT.encode() + b"\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +130,13 @@ _FIELD = re.compile(r"(?:^|\s)(loss|target_tokens|rows|rank_loss|rank_grad|rank_
 
 
 def read_steps(lines: Iterable[str]) -> Iterator[LoggedStep]:
-    """The step records of a log, in file order, superseded ones included; other lines are passed over."""
+    """The step records of a log, in file order, superseded ones included; other lines are passed over.
+
+    lines: with their ends, as a file gives them; a last line without its end is still being written, or cut.
+    """
     for number, line in enumerate(lines, start=1):
         found = _STEP.match(line.rstrip("\n"))
-        if found is None:
+        if found is None or not line.endswith("\n") or line.endswith(CUT + "\n"):
             continue
         skipped, epoch, step, rest = found.groups()
         fields = dict(_FIELD.findall(rest))

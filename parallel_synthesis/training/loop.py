@@ -41,13 +41,23 @@ def train(
     init: str | None = None,
     overwrite: bool = False,
     argv: Sequence[str] = (),
+    order_from_step: int = 0,
 ) -> TrainResult:
     """Trains the recipe into `out` and returns how it ended.
 
     Collective: under torchrun every process calls it. init: a checkpoint whose components the run starts from.
+    order_from_step: take the data order up after this global step, with a fresh optimizer (not exact).
     Raises the errors of parallel_synthesis.errors; StoppedError after a stop signal and a complete save.
     """
-    run = start_run(resolved, out=out, observer=observer, init=init, overwrite=overwrite, argv=argv)
+    run = start_run(
+        resolved,
+        out=out,
+        observer=observer,
+        init=init,
+        overwrite=overwrite,
+        argv=argv,
+        order_from_step=order_from_step,
+    )
     try:
         run.saver.save()
         run.saver.wait()  # a full disk or a missing right shows here, in the first minute
@@ -60,7 +70,7 @@ def run_to_end(run: Run) -> TrainResult:
     """All remaining steps of a run whose state is on the disk, then its final checkpoint and summary."""
     run.observer.started(run.started())
     with stop_requests() as request:  # from here on there is a checkpoint to stop at
-        if run.engine.progress.step == 0:
+        if run.engine.progress.totals.attempted == 0 and not run.saver.has_evaluations:
             _evaluate(run, [("before", True)])
         for record in steps(run, request, last=run.engine.total_steps):
             _after_step(run, record)

@@ -122,6 +122,7 @@ class Progress:
             "last_step_loss": self.last_loss,
             "last_step_ppl": perplexity(self.last_loss),
             "skips_by_reason": dict(sorted(self.reasons.items())),
+            "attempted_steps": self.totals.attempted,
         }
         if many:
             state |= {
@@ -191,10 +192,11 @@ class Progress:
                 target_tokens=partial[f"epoch_target_tokens{end}"],
             )
             updates = loop[f"optimizer_{sync}"]
+            attempted = loop.get("attempted_steps", self.step)  # fewer where the order was taken up at a later step
             self.totals = Totals(
-                attempted=self.step,
+                attempted=attempted,
                 updates=updates,
-                skipped=self.step - updates,
+                skipped=attempted - updates,
                 weighted_loss=loop[f"total_weighted_loss{end}"],
                 target_tokens=loop[f"total_target_tokens{end}"],
             )

@@ -227,6 +227,6 @@ def _evaluations(paths: RunPaths, *, before: int) -> list[dict[str, Any]]:
     if not paths.summary.exists():
         return []
     known = load_json(paths.summary, "train_mixed_summary").get("evaluations", [])
-    return [evaluation for evaluation in known if evaluation["step"] < before]
+    return [evaluation for evaluation in known if evaluation["step"] <= before]
 
 

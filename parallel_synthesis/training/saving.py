@@ -124,6 +124,10 @@ class Saver:
         """Into the summary of this and every later save."""
         self._evaluations += [evaluation_record(evaluation) for evaluation in evaluations]
 
+    @property
+    def has_evaluations(self) -> bool:
+        return bool(self._evaluations)
+
     def write_summary(self) -> None:
         if self._engine.processes.is_first:
             replace_json(self._paths.summary, self._summary(), "train_mixed_summary")
@@ -156,15 +160,9 @@ class Saver:
         milestone = None
         if state.step in checkpoint.milestones:
             milestone = keep_milestone(paths, self._config.recipe, state.step)
-        prune(
-            paths.out,
-            keep(
-                (there.step for there in newest_committed(paths.out)),
-                last=checkpoint.keep_last,
-                every=checkpoint.keep_every,
-                named=checkpoint.milestones,
-            ),
-        )
+        steps = [there.step for there in newest_committed(paths.out)]
+        named = {*checkpoint.milestones, min(steps)}  # the oldest anchors the lineage
+        prune(paths.out, keep(steps, last=checkpoint.keep_last, every=checkpoint.keep_every, named=named))
         replace_json(paths.summary, summary, "train_mixed_summary")
         self._announced.append((state.step, milestone, time.monotonic() - started))
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from parallel_synthesis.checkpoint.layout import RunPaths, disk_needed, find_components, free_bytes
-from parallel_synthesis.errors import RunExistsError, StorageError
+from parallel_synthesis.errors import ConfigError, RunExistsError, StorageError
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import device_name
 from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned
@@ -27,8 +27,12 @@ def start_run(
     init: str | None,
     overwrite: bool,
     argv: Sequence[str],
+    order_from_step: int = 0,
 ) -> Run:
-    """Loads and checks everything; only then, in the first process, makes `out`. Collective."""
+    """Loads and checks everything; only then, in the first process, makes `out`. Collective.
+
+    order_from_step: the global step after which the data order is taken up, without reading the rows before it.
+    """
     config = pinned(resolved.config)
     paths = RunPaths(out)
     processes, device = open_processes(config)
@@ -40,6 +44,11 @@ def start_run(
     if init is not None and init_from is not None:
         engine.synthesizer.load_components(init_from)
         parents = [parent_record(init, init_from)]
+    if not 0 <= order_from_step < engine.total_steps:
+        raise ConfigError(
+            [f"--order-from-step {order_from_step}: expected 0 to {engine.total_steps - 1}, the run's last step but one"]
+        )
+    engine.progress.step = order_from_step
     record = record_of(resolved, engine, argv=argv)
     log = None
     if processes.is_first:
@@ -47,6 +56,13 @@ def start_run(
         make_out(paths, overwrite=overwrite, observer=observer)
         record.write(paths)
         log = LogWriter(paths.train_log, ranks=config.run.ranks)
+        if order_from_step:
+            text = (
+                f"order taken up after step {order_from_step} with the components of {init}, a fresh optimizer and "
+                f"fresh random streams: this continuation is not exact"
+            )
+            log.line(f"[resume] {text}")
+            observer.warning(text)
     processes.exchange(None)  # nobody trains before the run has its place
     return Run(
         engine=engine,

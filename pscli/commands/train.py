@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # What costs start-up time is imported where it is used: help and a mistyped flag answer at once.
+import dataclasses
 import json
 import os
 import signal
@@ -236,6 +237,7 @@ def _train(call: Call, resolved: Resolved, out: Path, *, init: str | None, overw
             )
         finally:
             watcher.close()
+    result = dataclasses.replace(result, evaluations=tuple(watcher.evaluations))
     output.text(reports.ending(resolved, result))
     output.document(reports.result_document(resolved, result))
 

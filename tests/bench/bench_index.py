@@ -2,8 +2,9 @@
 
     python tests/bench/bench_index.py [--mb 1000] [--rounds 3] [--at-least 300]
 
-Rows are seeded and of realistic size (10 to 66 KB): plain words, other alphabets and emoji, as UTF-8 and as JSON
-escapes, quotes, line ends and backslashes. The file is read once before, so that it is warm. 1 MB is 10^6 bytes.
+Rows are seeded and of realistic size (10 to 66 KB): plain words, other alphabets and emoji, as UTF-8 and as
+JSON escapes, quotes, line ends and backslashes. The file is read once before, so that it is warm. 1 MB is
+10^6 bytes.
 """
 
 from __future__ import annotations
@@ -105,14 +106,12 @@ def main() -> int:
         started = time.perf_counter()
         open_rows(TASKS["flan"], path, cache=cache).close()
         again = time.perf_counter() - started
-    speed = megabytes / indexing
+    speed, plain = megabytes / indexing, megabytes / hashing
     started = time.perf_counter()
     steps = len(Order(GENERAL_ROWS, ranks=4, batch_size=1, seed=42).epoch(0))
     planning = time.perf_counter() - started
     print(f"index (sha256 + validation), {megabytes:.0f} MB: {speed:.0f} MB/s, best of {options.rounds}")
-    print(
-        f"openssl dgst -sha256 alone: {megabytes / hashing:.0f} MB/s; index / openssl: {indexing / hashing:.2f}"
-    )
+    print(f"openssl dgst -sha256 alone: {plain:.0f} MB/s; indexing has {speed / plain:.2f} of its speed")
     print(f"opening again with the cache: {again * 1000:.1f} ms")
     print(f"planning an epoch of the general mix: {steps} steps in {planning:.2f} s")
     return 0 if speed >= options.at_least else 1

@@ -88,7 +88,12 @@ def test_the_manifest_tells_the_bytes_of_each_file(run: RunPaths, save: Save) ->
 def test_the_order_of_the_protocol(run: RunPaths, save: Save) -> None:
     recorder = Recorder()
     save(7, disk=recorder)
-    files = ["cache_mapper.pt", "cache_mapper_config.json", "adapter_config.json", "adapter_model.safetensors"]
+    files = [
+        "cache_mapper.pt",
+        "cache_mapper_config.json",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     files += ["training_state.pt", "checkpoint_meta.json", "manifest.json"]
     expected = [(act, name) for name in files for act in ("create", "fsync")]
     expected += [("fsync directory", name) for name in ("judger_lora", "step_000000007")]
@@ -156,6 +161,7 @@ def test_a_failing_change_is_a_storage_error_and_leaves_nothing(
     before = tree(run.out)
     disk = Disk()
     count = 0
+    target = 1
 
     def fail(*arguments: object) -> object:
         nonlocal count
@@ -165,13 +171,18 @@ def test_a_failing_change_is_a_storage_error_and_leaves_nothing(
         return getattr(Disk, operation)(disk, *arguments)
 
     monkeypatch.setattr(disk, operation, fail)
-    for target in range(1, 20):
+    while target < 20:
         count = 0
         try:
             save(2, disk=disk)
         except StorageError as error:
-            assert str(run.step(2)) in str(error) and "No space left" in str(error) and "bytes free" in str(error)
+            assert (
+                str(run.step(2)) in str(error)
+                and "No space left" in str(error)
+                and "bytes free" in str(error)
+            )
             assert tree(run.out) == before
+            target += 1
         else:
             break
     assert target > 1
@@ -201,7 +212,9 @@ def test_a_taken_name_is_refused(run: RunPaths, save: Save) -> None:
 def test_a_name_cannot_leave_the_directory_or_be_written_twice(run: RunPaths) -> None:
     for name in ("../x", "/x", "a/../x", "", "manifest.json", "a//b", "."):
         with pytest.raises(ValueError, match="relative path"):
-            commits.commit(run.step(1), step=1, fill=lambda staging, name=name: staging.write_bytes(name, b""))  # type: ignore[misc]
+            commits.commit(
+                run.step(1), step=1, fill=lambda staging, name=name: staging.write_bytes(name, b"")
+            )  # type: ignore[misc]
 
     def twice(staging: Staging) -> None:
         staging.write_bytes("a", b"")
@@ -259,7 +272,9 @@ def test_a_reflink_is_told_apart(run: RunPaths, save: Save) -> None:
     assert verify(run.milestone("g", 5)) == []
 
 
-def test_an_export_is_a_copy_and_a_damaged_source_is_refused(tmp_path: Path, run: RunPaths, save: Save) -> None:
+def test_an_export_is_a_copy_and_a_damaged_source_is_refused(
+    tmp_path: Path, run: RunPaths, save: Save
+) -> None:
     save(5)
     assert commits.link_checkpoint(run.step(5), tmp_path / "export", copy=True) == "copy"
     assert verify(tmp_path / "export") == []
@@ -284,7 +299,7 @@ def test_the_final_set_replaces_an_older_one_and_is_left_alone_when_there(run: R
     recorder = Recorder()
     commits.link_final(run.step(10), run.out, disk=recorder)
     assert recorder.done == []
-    assert [path for path in run.out.rglob(".*")] == []
+    assert list(run.out.rglob(".*")) == []
 
 
 def test_a_final_set_that_cannot_be_placed_has_no_manifest(run: RunPaths, save: Save) -> None:
@@ -302,7 +317,7 @@ def test_a_final_set_that_cannot_be_placed_has_no_manifest(run: RunPaths, save: 
         commits.link_final(run.step(10), run.out, disk=Full())
     assert not (run.out / "manifest.json").exists()
     assert verify(run.step(5)) == [] and verify(run.step(10)) == []
-    assert [path for path in run.out.rglob(".*")] == []
+    assert list(run.out.rglob(".*")) == []
     commits.link_final(run.step(10), run.out)
     assert verify(run.out, extra=False) == []
 
@@ -321,7 +336,9 @@ def test_latest_moves_to_committed_steps_only(run: RunPaths, save: Save) -> None
     assert run.latest.readlink() == Path("step_000000005")
 
 
-def test_removal_takes_the_manifest_first_and_follows_no_link(tmp_path: Path, run: RunPaths, save: Save) -> None:
+def test_removal_takes_the_manifest_first_and_follows_no_link(
+    tmp_path: Path, run: RunPaths, save: Save
+) -> None:
     save(5)
     outside = tmp_path / "precious"
     outside.mkdir()
@@ -361,7 +378,9 @@ def test_prune_keeps_latest_and_what_is_not_a_step(run: RunPaths, save: Save) ->
 
 
 def test_only_leftovers_of_the_dead_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
     leftover = tmp_path / hidden_name("step_000000001").replace(f"@{os.getpid()}-", f"@{int(dead.stdout)}-")
     living = tmp_path / hidden_name("step_000000002").replace(f"@{os.getpid()}-", f"@{os.getppid()}-")
     foreign = tmp_path / ".step_000000003.partial-other-host@1-0123456789abcdef"

@@ -31,8 +31,19 @@ def test_step_names_are_golden() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["step_000000006.bak", "step_6", "step_0000000006", "xstep_000000006", "step_000000006\n", "step_-00000006"]
-    + ["step_٠٠٠٠٠٠٠٠٦", "Step_000000006", "", "latest", ".step_000000006"],
+    [
+        "step_000000006.bak",
+        "step_6",
+        "step_0000000006",
+        "xstep_000000006",
+        "step_000000006\n",
+        "step_-00000006",
+        "step_٠٠٠٠٠٠٠٠٦",
+        "Step_000000006",
+        "",
+        "latest",
+        ".step_000000006",
+    ],
 )
 def test_step_names_are_matched_whole(name: str) -> None:
     assert layout.parse_step(name) is None
@@ -48,7 +59,14 @@ def test_step_names_round_trip(step: int) -> None:
 def test_milestone_names() -> None:
     assert layout.milestone_name("general", 95060) == "general_step_95060"
     assert layout.parse_milestone("general_step_95060") == ("general", 95060)
-    for name in ("general_step_", "_step_5", "general_step_05", "general_step_5.bak", ".general_step_5", "general"):
+    for name in (
+        "general_step_",
+        "_step_5",
+        "general_step_05",
+        "general_step_5.bak",
+        ".general_step_5",
+        "general",
+    ):
         assert layout.parse_milestone(name) is None
     for recipe in ("", "../x", "a/b", ".hidden", "a@b", "a\nb"):
         with pytest.raises(CheckpointError, match="cannot name a milestone"):
@@ -135,7 +153,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_disk_needed_of_the_release() -> None:
     config = CheckpointConfig(every=5, keep_last=2, milestones=(95060, 176175))
-    # step 0, two milestones, the last two and the one being written; the end (220220) is a save like the others
+    # step 0, two milestones, the last two and the one being written (the end)
     assert layout.kept_steps(220220, config) == [0, 95060, 176175, 220210, 220215, 220220]
     assert layout.disk_needed(250, 220220, config) == 6 * 250
     assert layout.disk_needed(250, 220220, config, links=False) == (6 + 3) * 250
@@ -155,7 +173,9 @@ def test_disk_needed_of_the_release() -> None:
 def test_disk_needed_is_the_peak_of_the_run_played_through(
     total: int, every: int, last: int, keep_every: int | None, milestones: list[int]
 ) -> None:
-    config = CheckpointConfig(every=every, keep_last=last, keep_every=keep_every, milestones=tuple(milestones))
+    config = CheckpointConfig(
+        every=every, keep_last=last, keep_every=keep_every, milestones=tuple(milestones)
+    )
     there: set[int] = set()
     peak = 0
     for step in layout.saved_steps(total, config):
@@ -170,7 +190,9 @@ def test_free_bytes_of_a_directory_to_come(tmp_path: Path) -> None:
     assert abs(free - shutil.disk_usage(tmp_path).free) < 1 << 30
 
 
-def test_a_directory_that_cannot_be_listed_is_no_empty_one(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_listed_is_no_empty_one(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path) -> None:
         raise PermissionError(13, "Permission denied")
 

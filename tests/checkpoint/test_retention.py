@@ -46,7 +46,9 @@ def test_nothing_else_is_kept(steps: set[int], last: int, every: int | None, nam
 
 @PROPERTY
 @given(STEPS, LAST, EVERY, NAMED)
-def test_applying_it_again_changes_nothing(steps: set[int], last: int, every: int | None, named: set[int]) -> None:
+def test_applying_it_again_changes_nothing(
+    steps: set[int], last: int, every: int | None, named: set[int]
+) -> None:
     kept = keep(steps, last=last, every=every, named=named)
     assert keep(kept, last=last, every=every, named=named) == kept
 

@@ -1,9 +1,9 @@
-"""The launcher, with the real torchrun and workers that only pretend; the real worker is used where that is quick."""
+"""The launcher, with the real torchrun and workers that only pretend (one test has a real worker)."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -127,13 +127,14 @@ def wait_for(*paths: Path) -> None:
 def test_done(start):
     process, out = start("done")
     stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr) == (0, "trained\n", "")
+    assert (process.returncode, stdout) == (0, "trained\n")
+    assert "error" not in stderr
     assert (out / "omp-1").read_text() == "3"
 
 
 def test_done_prints_one_document(start):
     process, out = start("done", "--json")
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert json.loads(stdout) == {"ok": True, "exit_code": 0, "out": str(out)}
 
@@ -147,7 +148,8 @@ def test_the_failing_ranks_error_and_code_are_those_of_the_call(start):
     document = json.loads(stdout)
     assert document["exit_code"] == 2
     assert document["error"]["type"] == "DataError"
-    assert stderr == "error (rank 1): rows.jsonl:3: field gold: expected a string; mend the row\n"
+    errors = [line for line in stderr.splitlines() if "error" in line]  # torch may warn about the host
+    assert errors == ["error (rank 1): rows.jsonl:3: field gold: expected a string; mend the row"]
 
 
 def test_the_same_error_of_all_ranks_is_shown_once(start):
@@ -169,7 +171,7 @@ def test_a_killed_rank_is_named(start):
     process, _ = start("killed", "--json")
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert stderr == "error: rank 1 was killed by signal 9 (out of memory?)\n"
+    assert "error: rank 1 was killed by signal 9 (out of memory?)" in stderr.splitlines()
     assert json.loads(stdout)["error"]["message"].startswith("rank 1 was killed")
 
 
@@ -181,7 +183,7 @@ def test_a_stop_with_a_complete_save_is_75(start, number):
     process.send_signal(number)  # schedulers send it twice
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert stderr == "stopped by SIGTERM after step 7\n"
+    assert stderr.splitlines().count("stopped by SIGTERM after step 7") == 1
     document = json.loads(stdout)
     assert (document["ok"], document["exit_code"], document["error"]["type"]) == (False, 75, "StoppedError")
     expected = signal.SIGTERM if number == signal.SIGHUP else number
@@ -206,7 +208,7 @@ def test_a_stop_record_of_an_earlier_attempt_does_not_count(start):
     process.terminate()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert stderr == "interrupted before a save\n"
+    assert "interrupted before a save" in stderr.splitlines()
 
 
 def test_only_a_second_interrupt_after_a_while_reaches_the_workers_again(start):
@@ -241,7 +243,7 @@ def test_arguments_for_one_machine():
     )
     assert arguments[-4:] == ["-m", "pscli", "train", "x"]
     assert "--standalone" in arguments
-    pairs = list(zip(arguments, arguments[1:], strict=False))
+    pairs = list(itertools.pairwise(arguments))
     assert ("--nproc-per-node", "4") in pairs
     assert ("--shutdown-timeout", "600") in pairs
     assert ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT") in pairs
@@ -296,7 +298,7 @@ def test_a_real_worker_that_refuses_its_data_gives_2(ps, tmp_path):
     assert document["error"]["type"] == "DataError"
     assert "rows.jsonl:1" in document["error"]["message"]
     assert done.stderr.count("rows.jsonl:1") == 1
-    assert not os.path.exists(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_worker_of_somebody_else_launches_nothing(ps):

@@ -165,7 +165,7 @@ def test_arguments_after_two_dashes_are_torchruns():
 def test_a_closed_pipe_ends_quietly(clean_environment):
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m pscli train --list --json | true",
-        shell=True, executable="/bin/bash", env=clean_environment(), capture_output=True, text=True, check=False,
+        shell=True, executable="/bin/bash", env=clean_environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.stderr == ""
 

@@ -112,6 +112,22 @@ def test_other_content_of_the_same_size_written_at_once_is_noticed(write: Writer
             assert file.read(0).target == f"gold {number:02}"
 
 
+def test_a_file_is_not_indexed_in_the_tick_of_its_last_change(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_read: list[int] = []
+    real = os.read
+
+    def noting(fd: int, size: int) -> bytes:
+        first_read.append(time.time_ns())
+        return real(fd, size)
+
+    monkeypatch.setattr(os, "read", noting)
+    path.write_bytes(path.read_bytes())
+    opened(path)
+    assert first_read[0] - path.stat().st_ctime_ns >= 15_000_000
+
+
 def test_a_larger_file_is_indexed_anew(write: Writer, row: RowMaker) -> None:
     path = write("rows.jsonl", [row(0)])
     assert opened(path)[1] == ["id-0"]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -222,6 +223,16 @@ def test_a_line_beyond_the_limit_is_a_bad_row_and_is_not_kept(
         assert [file.read(number).id for number in range(file.rows)] == ["id-0", "id-2"]
         assert [bad.line for bad in file.bad] == [2, 4]
         assert file.bad[1].problem == "row: expected at most 1000 bytes, found 2000"
+
+
+def test_an_endless_line_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_module, "MAX_ROW_BYTES", 100_000)
+    tracemalloc.start()
+    found = scan_module.scan((b"x" * 10_000 for _ in range(1000)), FLAN, Path("endless.json"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [bad.problem for bad in found.bad] == ["row: expected at most 100000 bytes, found 10000000"]
+    assert peak < 1_000_000
 
 
 def test_missing_files_directories_and_pipes(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Crash injection: a commit is killed at every single change it makes to the disk, all points enumerated.
 
-Each scenario runs in a process of its own (this file as a script), which forks a child per point; the child is ended
-by a real SIGKILL. In mode "power" what was not yet fsynced is lost too: data of files becomes empty, new entries of
-directories vanish.
+Each scenario runs in a process of its own (this file as a script), which forks a child per point; the child
+is ended by a real SIGKILL. In mode "power" what was not yet fsynced is lost too: data of files becomes empty,
+new entries of directories vanish.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class CrashDisk(Disk):
     """A disk that ends the process at its n-th point. A write has two: before it, and after half of it.
 
-    Nothing is really fsynced (a kill loses no written byte): what was is noted, and in mode "power" the rest is lost.
-    forget: an operation whose effect is left out, to see that its absence is noticed.
+    Nothing is really fsynced (a kill loses no written byte): what was is noted, and in mode "power" the rest
+    is lost. forget: an operation whose effect is left out, to see that its absence is noticed.
     """
 
     def __init__(self, n: int, *, power: bool, links: bool = True, forget: str = "") -> None:
@@ -162,7 +162,8 @@ def milestone(run: RunPaths, disk: Disk) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """act is killed; doing `again` afterwards must work and leave no leftovers in the directories it commits to."""
+    """act is killed; doing `again` afterwards must work and leave no leftovers in the directories it commits
+    to."""
 
     before: tuple[int, ...]
     act: Callable[[RunPaths, Disk], object]
@@ -307,7 +308,8 @@ def test_a_kill_at_any_point_leaves_everything_whole(name: str, mode: str, tmp_p
 
 @pytest.mark.parametrize("forget", ["fsync", "fsync_directory"])
 def test_the_injection_itself_notices_a_protocol_without(forget: str, tmp_path: Path) -> None:
-    """The checker is not blind: what the protocol's fsyncs are there for is seen when one kind is left out."""
+    """The checker is not blind: what the protocol's fsyncs are there for is seen when one kind is left
+    out."""
     assert enumerate_in_a_process("first commit", forget, tmp_path)["problems"]
 
 

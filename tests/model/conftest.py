@@ -68,7 +68,7 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A frozen random causal LM in fp32 whose logits stay small, since the bound 1e-5 is stated for |logits| <= 3."""
+    """A frozen random causal LM in fp32; its logits stay below 3, for which the bound is stated."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
@@ -117,7 +117,7 @@ def make_row(
 
 
 class ExactRotary(nn.Module):
-    """A rotary module in fp64, from the frequencies and the scaling of another: the truth to measure errors by."""
+    """A rotary module in fp64 with the frequencies and scaling of another: the truth to measure by."""
 
     def __init__(self, rotary: Any) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def exact_model(model: Any) -> Any:
 
 
 def block_mask_logits(model: Any, row: RowTokens) -> Tensor:
-    """Live logits [live, V] of ONE plain forward over [branch 1 | ... | live] (design.md, "Check that must hold")."""
+    """Live logits [live, V] of ONE plain forward over [branch 1 | ... | live] with a block mask."""
     ids, positions, blocks, visible = [], [], [], []
     for number, branch in enumerate(row.branches):
         start = len(branch.ids) - branch.kept

