@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +142,70 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return process_environment(tmp_path)
 
 
-@pytest.fixture
-def ps(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """ps("train", ...): the command as a real process; `env` adds variables."""
+class Started:
+    """A `ps` call that runs: its pid, and `wait` for the result."""
 
-    def run(
-        *args: str | Path, env: Mapping[str, str] | None = None, timeout: float = 240
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pscli", *map(str, args)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=tmp_path,
-            env=process_environment(tmp_path) | dict(env or {}),
-        )
+    def __init__(self, server: subprocess.Popen[str], args: list[str], stdout: Path, stderr: Path) -> None:
+        assert server.stdout is not None
+        self._server, self._args, self._stdout, self._stderr = server, args, stdout, stderr
+        self.pid = int(server.stdout.readline())
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        assert self._server.stdout is not None
+        code = int(self._server.stdout.readline())
+        return subprocess.CompletedProcess(self._args, code, self._stdout.read_text(), self._stderr.read_text())
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[subprocess.Popen[str]]:
+    """See tests/forkserver.py."""
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "forkserver.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=process_environment(Path(os.devnull)),
+    )
+    yield server
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait(timeout=30)
+
+
+@pytest.fixture
+def start_ps(fork_server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Started]:
+    """start_ps("train", ...): the command as a running process; `env` adds variables, `script` replaces pscli's main."""
+    calls: list[int] = []
+
+    def start(*args: str | Path | int, env: Mapping[str, str] | None = None, script: str | None = None) -> Started:
+        calls.append(1)
+        stdout, stderr = tmp_path / f"stdout-{len(calls)}", tmp_path / f"stderr-{len(calls)}"
+        request: dict[str, Any] = {
+            "argv": list(map(str, args)),
+            "env": process_environment(tmp_path) | dict(env or {}),
+            "cwd": str(tmp_path),
+            "stdout": str(stdout),
+            "stderr": str(stderr),
+        }
+        if script is not None:
+            request["script"] = script
+        assert fork_server.stdin is not None
+        fork_server.stdin.write(json.dumps(request) + "\n")
+        fork_server.stdin.flush()
+        return Started(fork_server, request["argv"], stdout, stderr)
+
+    return start
+
+
+@pytest.fixture
+def ps(start_ps: Callable[..., Started]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """ps("train", ...): the command as a real process, to its end."""
+
+    def run(*args: str | Path | int, **more: Any) -> subprocess.CompletedProcess[str]:
+        return start_ps(*args, **more).wait()
 
     return run
 

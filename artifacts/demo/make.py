@@ -30,7 +30,7 @@ DATA, BACKBONE, MANIFEST = HERE / "data", HERE / "backbone", HERE / "manifest.js
 SEED = 20260614
 TRAIN_ROWS, HELDOUT_ROWS = 480, 64  # per task
 STEPS, BATCH, PEAK_LR, WARMUP = 3000, 16, 4e-3, 100  # pretraining
-INIT_STD = 0.08
+INIT_STD, ROPE_THETA = 0.08, 100.0
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 3, 128, 256, 4, 2, 32
 VOCAB_LIMIT, MAX_POSITIONS, THREADS = 1024, 1024, 1
 
@@ -267,7 +267,7 @@ def make_backbone():
     settings = {
         "vocab_size": tokenizer.get_vocab_size(), "hidden_size": HIDDEN, "intermediate_size": MLP,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": ROPE_THETA,
         "max_position_embeddings": MAX_POSITIONS, "attention_bias": False, "attention_dropout": 0.0,
         "tie_word_embeddings": True, "use_sliding_window": False, "initializer_range": INIT_STD,
         "bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos,

@@ -125,6 +125,8 @@ def _load_model(
             attn_implementation=attention,
             trust_remote_code=False,
             output_loading_info=True,
+            # Straight onto the GPU: every process of a machine would else hold the weights in host memory first.
+            device_map={"": device} if device.type == "cuda" else None,
             **source.arguments,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

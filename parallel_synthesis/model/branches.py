@@ -24,8 +24,8 @@ from parallel_synthesis.model.lanes import (
 from parallel_synthesis.model.mapper import affine
 from parallel_synthesis.model.tokens import BranchTokens
 
-# In tokens. One more forward costs about as much as this many tokens more in another one; the others bound what
-# a joint forward computes, holds and pads.
+# In tokens. One more forward costs about as much as this many tokens more in another one; the others bound
+# what a joint forward computes, holds and pads.
 FORWARD_TOKENS = 128
 GROUP_TOKENS = 4096
 GROUP_CONTEXT = 32768

@@ -5,7 +5,9 @@ Shape legend: B batch, H key/value heads, T tokens, D head width.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,11 +106,16 @@ def quiet_attach() -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """The library prints nothing: no progress bar. The caller's setting comes back afterwards."""
+    """The library prints nothing: no progress bars. The caller's setting comes back afterwards.
+
+    The one for .gguf files knows no setting, so what goes to stderr while loading is dropped; errors are raised, and
+    log records go to the stream that their handler already holds.
+    """
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

@@ -393,7 +393,8 @@ def test_only_leftovers_of_the_dead_are_cleared(tmp_path: Path, monkeypatch: pyt
         (path / "file").write_text("x")
     for path in (foreign_file, old_file):
         path.write_text("x")
-    os.utime(old_file, (0, 0))
+    for path in (old_file, locked):
+        os.utime(path, (0, 0))
     with disks.claimed(locked):
         cleared = commits.clear_stale(tmp_path)
     assert sorted(cleared) == sorted([leftover.name, foreign.name, old_file.name])

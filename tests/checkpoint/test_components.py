@@ -20,6 +20,7 @@ from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance.manifest import verify
 
 pytestmark = pytest.mark.lane
+MODULES = ("v_proj", "q_proj", "o_proj", "k_proj", "up_proj", "gate_proj", "down_proj")
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -42,7 +43,8 @@ def taken(step: int = 0, seed: int = 0, **changed: Any) -> HostState:
         "adapter": adapter,
         "adapter_config": {
             "r": 16,
-            "target_modules": {"v_proj", "q_proj"},
+            "target_modules": set(MODULES),
+            "exclude_modules": list(MODULES),
             "peft_type": "LORA",
             "rank_pattern": {},
         },
@@ -82,10 +84,8 @@ def test_a_checkpoint_of_step_0_has_the_six_entries(tmp_path: Path) -> None:
     assert set(manifest["files"][layout.ADAPTER_MODEL]["tensors"]) == set(adapter)
     loaded = components.read_mapper(directory)
     assert all(torch.equal(loaded[name], mapper[name]) for name in mapper)
-    assert json.loads((directory / layout.ADAPTER_CONFIG).read_text())["target_modules"] == [
-        "q_proj",
-        "v_proj",
-    ]
+    config = json.loads((directory / layout.ADAPTER_CONFIG).read_text())
+    assert config["target_modules"] == config["exclude_modules"] == sorted(MODULES)
     meta = json.loads((directory / layout.CHECKPOINT_META).read_text())
     assert meta["metrics"] == {"task": None, "loss": None, "perplexity": None, "target_tokens": 0}
     assert load_pt(directory / layout.TRAINING_STATE)["global_step"] == 0

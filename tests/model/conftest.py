@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from parallel_synthesis.model.backbone import Backbone
@@ -165,14 +167,17 @@ def block_mask_logits(model: Any, row: RowTokens) -> Tensor:
     return output.logits[0, past:]
 
 
-@pytest.fixture
-def backbone() -> Callable[..., Backbone]:
-    return make_backbone
+def make_tokenizer(words: int = 90) -> Any:
+    """A word-level tokenizer of that many tokens."""
+    vocabulary = {f"w{i}": i for i in range(words - 2)} | {"<unk>": words - 2, "<eos>": words - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture
 def tools() -> Any:
     """The helpers of this file, for tests (there are no importable modules among the tests)."""
-    import sys
-
     return sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""Loading a backbone: from disk without any network, resized when it must be, refused by name when it cannot work."""
+"""Loading a backbone: no network for a local one, resized where it must be, refused by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from parallel_synthesis.config import BackboneConfig, LoraConfig, MapperConfig
 from parallel_synthesis.errors import BackboneError
@@ -23,11 +21,7 @@ pytestmark = pytest.mark.lane
 
 def save_backbone(tools: Any, folder: Path, *, words: int = 90, name: str = "qwen3", **changes: Any) -> Path:
     tools.make_model(name, **changes).save_pretrained(folder)
-    vocabulary = {f"w{i}": i for i in range(words - 2)} | {"<unk>": words - 2, "<eos>": words - 1}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-    fast.save_pretrained(folder)
+    tools.make_tokenizer(words).save_pretrained(folder)
     return folder
 
 
@@ -64,6 +58,50 @@ def test_a_directory_loads_frozen_whole_and_silent(
     # 90 words, 97 rows: a padded embedding is kept.
     assert backbone.resized_from is None
     assert backbone.embedding_rows == 97
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_gguf_file(tools: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Written here with the gguf package; weights and tokenizer come out as they went in."""
+    gguf = pytest.importorskip("gguf", reason="an optional extra")
+    model = tools.make_model("qwen3", head_dim=128)  # the head_dim transformers takes for every Qwen3 .gguf
+    writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), "qwen3")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(3)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*(chr(33 + i) for i in range(94)), "ab", "<unk>", "<eos>"])
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1] * 95 + [3, 3])
+    writer.add_eos_token_id(96)
+    names = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    names |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
+    names |= {"self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm"}
+    names |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+    names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    names |= {"post_attention_layernorm": "ffn_norm"}
+    for name, weight in model.state_dict().items():
+        key = name.removeprefix("model.").removesuffix(".weight")
+        block = ""
+        if key.startswith("layers."):
+            _, layer, key = key.split(".", 2)
+            block = f"blk.{layer}."
+        writer.add_tensor(f"{block}{names[key]}.weight", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    capfd.readouterr()
+    backbone = load(tmp_path / "tiny.gguf")
+    assert capfd.readouterr() == ("", "")
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in backbone.model.state_dict().items())
+    assert backbone.tokenizer("cab", add_special_tokens=False)["input_ids"] == [66, 94]
 
 
 @pytest.mark.usefixtures("no_network")
@@ -136,6 +174,13 @@ def test_the_tokenizer_is_checked_before_the_weights(tools: Any, tmp_path: Path)
         load(folder)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 REFUSED = {
     "sliding window": ("mistral", {"sliding_window": 64}, "sliding_attention.*sliding window = 64"),
     "some sliding layers": (
@@ -144,20 +189,7 @@ REFUSED = {
         "sliding_attention.*sliding window = 64",
     ),
     "dynamic rope": ("llama", {"rope": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-    "longrope": (
-        "phi3",
-        {
-            "original_max_position_embeddings": 64,
-            "rope": {
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        "rope type 'longrope'",
-    ),
+    "longrope": ("llama", {"rope": LONGROPE}, "rope type 'longrope'"),
 }
 
 
@@ -176,7 +208,9 @@ def test_an_unused_window_is_no_reason_to_refuse(tools: Any) -> None:
 
 
 def test_architectures_without_the_check_are_refused(tools: Any) -> None:
-    with pytest.raises(BackboneError, match="architecture 'gpt2' is not tested; expected one of gpt_neox, llama"):
+    with pytest.raises(
+        BackboneError, match="architecture 'gpt2' is not tested; expected one of gpt_neox, llama"
+    ):
         check_config(transformers.GPT2Config(), "owner/name")
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
     with pytest.raises(BackboneError, match="no rotary position embedding"):

@@ -79,11 +79,13 @@ def test_far_beyond_no_worse_than_the_forward_itself(tools: Any, name: str) -> N
     reader = synthesizer(tools, name, model)
     ours = theirs = 0.0
     for seed in range(4):
-        row = tools.make_row([1500, 700, 40], [20, 30, 40], live=20, seed=seed)
+        row = tools.make_row([1000, 500, 40], [20, 30, 40], live=20, seed=seed)
         truth = tools.block_mask_logits(exact, row)
         ours += (reader.logits(row) - truth).square().mean().item()
         theirs += (tools.block_mask_logits(model, row) - truth).square().mean().item()
-    assert ours**0.5 <= 1.2 * theirs**0.5, f"{name}: {ours**0.5:.2e} against fp64, the forward {theirs**0.5:.2e}"
+    assert ours**0.5 <= 1.2 * theirs**0.5, (
+        f"{name}: {ours**0.5:.2e} against fp64, the forward {theirs**0.5:.2e}"
+    )
 
 
 def test_a_batch_is_rows_one_after_another(tools: Any) -> None:

@@ -38,7 +38,9 @@ def test_a_shared_prefix_is_prefilled_once(tools: Any) -> None:
     """Counted in tokens that enter the backbone: prefix + suffixes (padded), not three times everything."""
     model = tools.make_model("llama")
     seen: list[int] = []
-    hook = model.base_model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    hook = model.base_model.embed_tokens.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].numel())
+    )
     row = tools.make_row([120, 131, 138], [120, 5, 30], prefix=110)
     plan = plan_prefill([120, 131, 138], 110)
     together = prefill(model.base_model, row.branches, plan)
@@ -71,7 +73,9 @@ def test_rotation_by_hand(tools: Any, name: str) -> None:
     rotary = rotary_module(tools.make_model(name).base_model)
     assert rotary is not None
     cos, sin = rotary_tables(rotary, torch.tensor([-21]), torch.float32)
-    assert torch.allclose(cos**2 + sin**2, torch.ones_like(cos), atol=1e-6), "YaRN's scaling must be divided out"
+    assert torch.allclose(cos**2 + sin**2, torch.ones_like(cos), atol=1e-6), (
+        "YaRN's scaling must be divided out"
+    )
     width = cos.shape[-1]
     keys = torch.randn(1, 2, 1, width + 4, generator=torch.Generator().manual_seed(0))
     turned = rotate(keys, cos, sin)

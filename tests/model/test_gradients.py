@@ -157,7 +157,9 @@ def test_gradients_reach_both_components_and_never_the_backbone(tools: Any) -> N
     assert all(p.grad is None and not p.requires_grad for p in frozen)
 
 
-@pytest.mark.parametrize(("components", "trained"), [("mapper_only", "cache_mapper"), ("lora_only", ".lora_")])
+@pytest.mark.parametrize(
+    ("components", "trained"), [("mapper_only", "cache_mapper"), ("lora_only", ".lora_")]
+)
 def test_one_component_alone(tools: Any, components: Any, trained: str) -> None:
     reader, _ = make(tools)
     named = reader.parameters(components)

@@ -35,7 +35,9 @@ def test_sizes_equal_what_is_built(tools: Any, features: Any) -> None:
     assert sizes is not None
     assert sizes.lora == sum(part.numel() for _, part in reader.lora_parameters())
     assert sizes.lora_tensors == len(reader.lora_parameters())
-    assert sizes.mapper == mapper_parameters(mapper) == sum(part.numel() for part in reader.mapper.parameters())
+    assert (
+        sizes.mapper == mapper_parameters(mapper) == sum(part.numel() for part in reader.mapper.parameters())
+    )
 
 
 def test_shapes_of_a_directory(tmp_path: Path) -> None:

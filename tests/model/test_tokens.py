@@ -1,4 +1,4 @@
-"""Tokenisation decides guards and targets: offsets, kept tokens, the merged newline, the two prompt renderings."""
+"""Tokenisation decides guards and targets: kept tokens, the merged newline, the prompt renderings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_kept_tokens(context: str, extract: str, ids: list[str], kept: int) -> N
 
 
 def test_the_prompt_and_the_target_are_tokenised_as_one_string() -> None:
-    """The newline that ends the prompt and the one that begins the target are one token, and it is no target."""
+    """The newlines that end the prompt and begin the target are one token, and it is no target."""
     tokenizer = make_tokenizer()
     row = tokens(tokenizer, ["ab"], ["ab"])
     texts = tokenizer.convert_ids_to_tokens(list(row.live))

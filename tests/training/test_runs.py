@@ -138,29 +138,18 @@ raise SystemExit(code)
 """
 
 
-def counted_run(tmp_path: Path, recipe: Path, out: Path, environment: dict[str, str], *more: str) -> tuple[int, str]:
-    script = tmp_path / "counting.py"
-    script.write_text(COUNTING)
-    result = subprocess.run(
-        [sys.executable, script, "train", recipe, "--out", out, *more],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return int(result.stderr.rsplit("FORWARDS ", 1)[1]), result.stdout
+def counted_run(ps: Ps, recipe: Path, out: Path) -> int:
+    result = ok(ps("train", recipe, "--out", out, script=COUNTING))
+    return int(result.stderr.rsplit("FORWARDS ", 1)[1])
 
 
-def test_a_guarded_step_costs_no_forward_on_any_rank(tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_guarded_step_costs_no_forward_on_any_rank(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
     recipe = tiny_recipe(guards={"live_tokens": 1})
-    forwards, _ = counted_run(tmp_path, recipe, tmp_path / "all", environment)
-    assert forwards == 0
+    assert counted_run(ps, recipe, tmp_path / "all") == 0
     lines = [line for line in log_lines(tmp_path / "all") if "step=" in line]
     assert len(lines) == 5
     assert all("skipped" in line and "reason=actual_live_tokens_exceeded live_tokens=" in line for line in lines)
-    forwards, _ = counted_run(tmp_path, tiny_recipe(guards={"live_tokens": -1}), tmp_path / "none", environment)
-    assert forwards == 5 * 4 * 2  # steps x ranks x (one live forward, one prefill call)
+    assert counted_run(ps, tiny_recipe(guards={"live_tokens": -1}), tmp_path / "none") == 5 * 4 * 2  # steps x ranks x (one live forward, one prefill call)
 
 
 def test_one_ranks_skip_skips_the_step_and_is_saved_at_a_milestone(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
@@ -265,34 +254,29 @@ def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(tiny_reci
     assert time.monotonic() - started < 60  # start-up of four processes on two cores included; no hang
 
 
-def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_row(tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path, environment: dict[str, str]) -> None:
-    script = tmp_path / "nan.py"
-    script.write_text(
-        "import sys\n"
-        "from parallel_synthesis.model import synthesizer\n"
-        "loss = synthesizer.Synthesizer.loss\n"
-        "calls = []\n"
-        "def poisoned(self, row, **more):\n"
-        "    calls.append(1)\n"
-        "    total, count = loss(self, row, **more)\n"
-        "    return (total * float('nan'), count) if len(calls) == 4 + 3 else (total, count)\n"  # step 2, rank 2
-        "synthesizer.Synthesizer.loss = poisoned\n"
-        "from pscli.main import call\n"
-        "raise SystemExit(call(sys.argv[1:]))\n"
-    )
+NAN = """
+import sys
+from parallel_synthesis.model import synthesizer
+loss = synthesizer.Synthesizer.loss
+calls = []
+def poisoned(self, row, **more):
+    calls.append(1)
+    total, count = loss(self, row, **more)
+    return (total * float("nan"), count) if len(calls) == 4 + 3 else (total, count)  # step 2, rank 2
+synthesizer.Synthesizer.loss = poisoned
+from pscli.main import call
+raise SystemExit(call(sys.argv[1:]))
+"""
 
-    def run(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), "train", str(recipe), "--out", str(out), *more]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
 
+def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_row(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
     recipe = tiny_recipe(checkpoint={"every": 1})
-    stopped = run(tmp_path / "stop")
+    stopped = ps("train", recipe, "--out", tmp_path / "stop", script=NAN)
     assert stopped.returncode == 1
     assert re.search(r"step 2: .*rank 2: loss=nan, .*(first|second)\.jsonl:\d+", stopped.stderr)
     assert sorted(os.listdir(tmp_path / "stop" / "step_checkpoints")) == ["latest", "step_000000000", "step_000000001"]
 
-    skipped = run(tmp_path / "skip", "--set", "log.on_nonfinite=skip")
-    assert skipped.returncode == 0, skipped.stderr
+    ok(ps("train", recipe, "--out", tmp_path / "skip", "--set", "log.on_nonfinite=skip", script=NAN))
     line = next(line for line in log_lines(tmp_path / "skip") if " step=2 " in line)
     assert "skipped" in line
     assert "rank=2" in line
