@@ -30,7 +30,11 @@ class RunConfig:
     method: Method = _f("fixed_parallel_kv", "data route: prefill given contexts, or let workers generate")
     components: Components = _f("both", "which components are trained")
     seed: int = _f(42, "seed of the data order, the initial weights and the RNG streams")
-    ranks: int = _f(4, "logical ranks: defines data order and RNG streams; any number of processes that divides it", "ranks")
+    ranks: int = _f(
+        4,
+        "logical ranks: defines data order and RNG streams; any number of processes that divides it",
+        "ranks",
+    )
     epochs: int = _f(1, "passes over the data")
     steps_per_epoch: int | None = _f(None, "shorten an epoch to this many global steps", "global steps")
     max_steps: int | None = _f(None, "planned end of the run, skipped steps included", "global steps")
@@ -40,11 +44,17 @@ class RunConfig:
 class BackboneConfig:
     model: str = _f("", "frozen causal LM: Hub id, directory, package:PATH or .gguf file")
     revision: str | None = _f(None, "Hub revision (commit hash)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _f("auto", "auto: bfloat16 on CUDA, float32 on a CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _f(
+        "auto", "auto: bfloat16 on CUDA, float32 on a CPU"
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = _f("sdpa", "attention implementation")
     device: str = _f("auto", "auto, cpu, cuda or cuda:N")
-    threads_per_rank: int = _f(1, "CPU threads of a process; part of what makes CPU runs bit-equal", "threads")
-    deterministic: bool = _f(True, "deterministic algorithms only; off is quicker on CUDA and not repeatable to the bit")
+    threads_per_rank: int = _f(
+        1, "CPU threads of a process; part of what makes CPU runs bit-equal", "threads"
+    )
+    deterministic: bool = _f(
+        True, "deterministic algorithms only; off is quicker on CUDA and not repeatable to the bit"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +79,16 @@ class DataConfig:
     batch_size: int = _f(1, "rows per logical rank and step", "rows")
     max_rows: int | None = _f(None, "use only the first N valid rows of each task", "rows")
     split: str = _f("train", "name of the split, recorded in the summary")
-    on_bad_row: Literal["refuse", "skip"] = _f("refuse", "a row that is not valid: refuse the run, or skip and count it")
+    on_bad_row: Literal["refuse", "skip"] = _f(
+        "refuse", "a row that is not valid: refuse the run, or skip and count it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    prefill_tokens: int = _f(OFF, "skip a step whose branches prefill more, summed over the batch (-1 = off)", "tokens")
+    prefill_tokens: int = _f(
+        OFF, "skip a step whose branches prefill more, summed over the batch (-1 = off)", "tokens"
+    )
     live_tokens: int = _f(OFF, "skip a step with a longer live sequence (-1 = off)", "tokens")
     attention_area: int = _f(OFF, "skip a step with larger live * (past + live) (-1 = off)", "tokens squared")
     total_tokens: int = _f(OFF, "skip a step with larger past + live (-1 = off)", "tokens")
@@ -100,7 +114,9 @@ class CheckpointConfig:
     every: int = _f(5, "save every N global steps (0 = only the start and the end)", "global steps")
     keep_last: int = _f(2, "step checkpoints kept besides milestones and keep_every")
     keep_every: int | None = _f(None, "also keep every step checkpoint at a multiple of N", "global steps")
-    milestones: tuple[int, ...] = _f((), "global steps kept for ever, saved even when skipped", "global steps")
+    milestones: tuple[int, ...] = _f(
+        (), "global steps kept for ever, saved even when skipped", "global steps"
+    )
     background: bool = _f(True, "write, hash and fsync in a background writer")
     shutdown_timeout: int = _f(600, "how long torchrun waits for the save after a signal", "seconds")
 
@@ -108,7 +124,9 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     every: int = _f(1, "show every Nth step on the screen; train.log has every step", "global steps")
-    on_nonfinite: Literal["stop", "skip"] = _f("stop", "a nan or inf loss or gradient: stop, or skip the step and count it")
+    on_nonfinite: Literal["stop", "skip"] = _f(
+        "stop", "a nan or inf loss or gradient: stop, or skip the step and count it"
+    )
     on_divergence: Literal["stop", "warn"] = _f("stop", "a repeated step with another digest: stop, or warn")
 
 
@@ -116,7 +134,9 @@ class LogConfig:
 class EvaluateConfig:
     files: Mapping[str, str] = _f({}, "task -> held-out file, relative to data.root; empty = no evaluation")
     max_rows: int | None = _f(None, "use only the first N held-out rows of each task", "rows")
-    blind_floor: float | None = _f(None, "loss no reader that ignores the branches can get below", "nats per target token")
+    blind_floor: float | None = _f(
+        None, "loss no reader that ignores the branches can get below", "nats per target token"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +219,11 @@ def problems(config: Config) -> list[str]:
         found.append("backbone.model is missing: expected a Hub id, a directory or a .gguf file")
     if not config.data.tasks:
         found.append("data.tasks is missing: expected a list of task names")
-    found += [f"checkpoint.milestones: {step} is not a step: expected 1 or more" for step in config.checkpoint.milestones if step < 1]
+    found += [
+        f"checkpoint.milestones: {step} is not a step: expected 1 or more"
+        for step in config.checkpoint.milestones
+        if step < 1
+    ]
     repeated = {task for task in config.data.tasks if config.data.tasks.count(task) > 1}
     found += [f"data.tasks names {task} more than once" for task in sorted(repeated)]
     return found

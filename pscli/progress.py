@@ -31,7 +31,6 @@ class Watcher:
         self._last_line = 0.0
         self._bar: Progress | None = None
         self._bar_task: TaskID | None = None
-        self.evaluations: list[Evaluation] = []  # all of this call, that before the training too
 
     def started(self, info: RunStarted) -> None:
         self._total = info.total_steps
@@ -67,7 +66,6 @@ class Watcher:
             self._line(f"milestone {milestone}: step {step:,} is kept at {path} ({duration(seconds)})")
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
         self._line(
             f"held-out loss {evaluation.when}: {evaluation.loss:.4f} "
             f"({evaluation.rows} rows, {duration(evaluation.seconds)})"

@@ -40,7 +40,9 @@ def tiny_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
     with torch.random.fork_rng():
@@ -156,7 +158,9 @@ class Started:
     def wait(self) -> subprocess.CompletedProcess[str]:
         assert self._server.stdout is not None
         code = int(self._server.stdout.readline())
-        return subprocess.CompletedProcess(self._args, code, self._stdout.read_text(), self._stderr.read_text())
+        return subprocess.CompletedProcess(
+            self._args, code, self._stdout.read_text(), self._stderr.read_text()
+        )
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +184,9 @@ def start_ps(fork_server: subprocess.Popen[str], tmp_path: Path) -> Callable[...
     """start_ps("train", ...): the command as a running process; `env` adds variables, `script` replaces pscli's main."""
     calls: list[int] = []
 
-    def start(*args: str | Path | int, env: Mapping[str, str] | None = None, script: str | None = None) -> Started:
+    def start(
+        *args: str | Path | int, env: Mapping[str, str] | None = None, script: str | None = None
+    ) -> Started:
         calls.append(1)
         stdout, stderr = tmp_path / f"stdout-{len(calls)}", tmp_path / f"stderr-{len(calls)}"
         request: dict[str, Any] = {
@@ -215,6 +221,11 @@ def process_environment(cache: Path) -> dict[str, str]:
     kept = {
         key: value
         for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MODEL_NAME", "STEPS_PER_EPOCH", "SAVE_EVERY_STEPS")
+        if key
+        not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MODEL_NAME", "STEPS_PER_EPOCH", "SAVE_EVERY_STEPS")
     }
-    return kept | {"PYTHONPATH": str(ROOT), "PARALLEL_SYNTHESIS_CACHE": str(cache / "cache"), "OMP_NUM_THREADS": "1"}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "PARALLEL_SYNTHESIS_CACHE": str(cache / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }

@@ -65,7 +65,11 @@ class World:
         self.helps = {p: rng.choice([q for q in self.people if q != p]) for p in self.people}
 
     def fact(self, kind, p):
-        value = {"has": f"has {self.has[p]}", "city": f"lives in {self.city[p]}", "helps": f"helps {self.helps[p]}"}
+        value = {
+            "has": f"has {self.has[p]}",
+            "city": f"lives in {self.city[p]}",
+            "helps": f"helps {self.helps[p]}",
+        }
         return f"{p} {value[kind]}"
 
 
@@ -133,7 +137,9 @@ def make_row(rng, task, heldout, number):
     }
     if task == "demo_pair" and number % 2 == 1:
         # As in a tool history: all branches share what went before, and only their own end is kept.
-        prefix = "The helper " + ", ".join(rng.sample(CHORES, 3)) + f" and writes a report on {rng.choice(DAYS)}."
+        prefix = (
+            "The helper " + ", ".join(rng.sample(CHORES, 3)) + f" and writes a report on {rng.choice(DAYS)}."
+        )
         row["agent_extract_contexts"] = texts
         row["agent_reference_contexts"] = [f"{prefix} {text}" for text in texts]
     return row
@@ -143,8 +149,12 @@ def make_data():
     DATA.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         for split, rows in (("train", TRAIN_ROWS), ("heldout", HELDOUT_ROWS)):
-            rng = random.Random(f"{SEED} {task} {split}")  # a text seed is hashed the same way on every machine
-            lines = [json.dumps(make_row(rng, task, split == "heldout", number)) + "\n" for number in range(rows)]
+            rng = random.Random(
+                f"{SEED} {task} {split}"
+            )  # a text seed is hashed the same way on every machine
+            lines = [
+                json.dumps(make_row(rng, task, split == "heldout", number)) + "\n" for number in range(rows)
+            ]
             (DATA / f"{task}.{split}.jsonl").write_bytes("".join(lines).encode())
 
 
@@ -160,9 +170,7 @@ def branch_blind_nats(task):
         return 2 * math.log(len(FOODS))
     if task == "demo_hop":
         # The split by triples leaves the same number of (person, food) pairs, up to one person's share, for every a.
-        counts = [
-            sum(is_heldout(task, a, b, food) for b in NAMES if b != a for food in FOODS) for a in NAMES
-        ]
+        counts = [sum(is_heldout(task, a, b, food) for b in NAMES if b != a for food in FOODS) for a in NAMES]
         return math.log(min(counts))
     return math.log(2) + math.log(len(CITIES)) + 0.5 * math.log(len(CITIES) - 1)
 
@@ -180,13 +188,18 @@ def make_tokenizer():
         "What do they have? What has the one helped by them? Do they live in the same city? Where does one live?",
         "has lives in helps and", "The helper writes a report on", *CHORES,
     ]  # fmt: skip
-    corpus = [text for word in words for text in (word, f" {word}")] + sentences + [f" {s}" for s in sentences]
+    corpus = (
+        [text for word in words for text in (word, f" {word}")] + sentences + [f" {s}" for s in sentences]
+    )
     corpus += [f" {word}" for sentence in sentences for word in sentence.split()]
     tokenizer = Tokenizer(models.BPE())
     # The pre-tokenizer of Qwen: line ends join up, so that "assistant\n" + "\n" is tokenised as in its chat format.
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -297,13 +310,20 @@ def make_backbone():
         recent = [*recent, loss.item()][-100:]
         if (step + 1) % 100 == 0:
             passed = time.perf_counter() - started
-            print(f"step {step + 1}/{STEPS} loss {sum(recent) / len(recent):.4f} {passed:.0f} s", file=sys.stderr)
+            print(
+                f"step {step + 1}/{STEPS} loss {sum(recent) / len(recent):.4f} {passed:.0f} s",
+                file=sys.stderr,
+            )
     # The output layer is the embedding (tied), so it is stored once.
-    weights = {name: w.detach().contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: w.detach().contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"
+    }
     save_file(weights, BACKBONE / "model.safetensors", metadata={"format": "pt"})
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **settings, "dtype": "float32"}
     write_json(BACKBONE / "config.json", config)
-    write_json(BACKBONE / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos, "do_sample": False})
+    write_json(
+        BACKBONE / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos, "do_sample": False}
+    )
     return {
         "command": "python artifacts/demo/make.py backbone", "steps": STEPS, "batch": BATCH, "peak_lr": PEAK_LR,
         "threads": THREADS, "parameters": sum(w.numel() for w in weights.values()),
@@ -336,7 +356,9 @@ def branch_blind_floor():
         rows = [json.loads(line) for line in (DATA / f"{task}.heldout.jsonl").read_text().splitlines()]
         # Target tokens are those after the prompt's own count: the "\n" that joins the prompt's last token is none.
         before = len(tokenizer.encode(prompt).ids)
-        tokens[task] = sum(len(tokenizer.encode(f"{prompt}\n{r['gold']}{END_OF_TEXT}").ids) - before for r in rows)
+        tokens[task] = sum(
+            len(tokenizer.encode(f"{prompt}\n{r['gold']}{END_OF_TEXT}").ids) - before for r in rows
+        )
         nats[task] = len(rows) * branch_blind_nats(task)
     by_task = {task: {
         "nats_per_answer": round(branch_blind_nats(task), 6), "nats_per_token": round(nats[task] / tokens[task], 6),

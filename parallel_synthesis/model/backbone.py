@@ -125,7 +125,7 @@ def _load_model(
             attn_implementation=attention,
             trust_remote_code=False,
             output_loading_info=True,
-            # Straight onto the GPU: every process of a machine would else hold the weights in host memory first.
+            # Straight onto the GPU: else every process of a machine would first hold the weights on the host.
             device_map={"": device} if device.type == "cuda" else None,
             **source.arguments,
         )

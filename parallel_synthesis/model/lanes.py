@@ -108,8 +108,8 @@ def quiet_attach() -> Iterator[None]:
 def quiet_loading() -> Iterator[None]:
     """The library prints nothing: no progress bars. The caller's setting comes back afterwards.
 
-    The one for .gguf files knows no setting, so what goes to stderr while loading is dropped; errors are raised, and
-    log records go to the stream that their handler already holds.
+    The one for .gguf files knows no setting, so what goes to stderr while loading is dropped; errors are raised,
+    and log records go to the stream that their handler already holds.
     """
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -57,7 +57,11 @@ class Engine:
         frozen = sum(
             tensor.numel() * tensor.element_size() for tensor in self.synthesizer.adapter_state().values()
         )
-        return frozen + 4 * (ADAM_COPIES - 1) * sum(parameter.numel() for _, parameter in self.parameters) + 2**16
+        return (
+            frozen
+            + 4 * (ADAM_COPIES - 1) * sum(parameter.numel() for _, parameter in self.parameters)
+            + 2**16
+        )
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Components, optimizer, counters and, last, the random streams of a committed checkpoint.
@@ -207,7 +211,9 @@ def _load_optimizer(
     parameters would load silently with the wrong moments."""
     count = sum(len(group["params"]) for group in saved["param_groups"])
     if count != len(parameters):
-        raise CheckpointError(f"optimizer_state holds {count} parameters, expected {len(parameters)}: not of this run")
+        raise CheckpointError(
+            f"optimizer_state holds {count} parameters, expected {len(parameters)}: not of this run"
+        )
     for index, (name, parameter) in enumerate(parameters):
         for key, value in saved["state"].get(index, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:

@@ -25,12 +25,22 @@ class HeldOut:
     @staticmethod
     def read(files: Mapping[str, RowFile], tokenize: Callable[[Row], RowTokens]) -> HeldOut:
         return HeldOut(
-            rows=[(task, tokenize(file.read(number))) for task, file in files.items() for number in range(file.rows)]
+            rows=[
+                (task, tokenize(file.read(number)))
+                for task, file in files.items()
+                for number in range(file.rows)
+            ]
         )
 
 
 def evaluate(
-    synthesizer: Synthesizer, held_out: HeldOut, processes: Processes, *, when: str, step: int, with_branches: bool
+    synthesizer: Synthesizer,
+    held_out: HeldOut,
+    processes: Processes,
+    *,
+    when: str,
+    step: int,
+    with_branches: bool,
 ) -> Evaluation:
     """Mean nats per target token over the held-out rows; each process takes every size-th row.
 

@@ -59,5 +59,7 @@ def check(rows: Iterable[RowCounts], guards: GuardsConfig) -> Skip | None:
     )
     for reason, quantity, count, limit in checks:
         if limit != OFF and count > limit:
-            return Skip(reason=reason, numbers=f"{quantity}={count}/{limit}", message=f"guards.{quantity} exceeded")
+            return Skip(
+                reason=reason, numbers=f"{quantity}={count}/{limit}", message=f"guards.{quantity} exceeded"
+            )
     return None

@@ -21,7 +21,6 @@ from pathlib import Path
 from parallel_synthesis.errors import StorageError
 from parallel_synthesis.training.events import StepDigest, StepRecord
 
-
 CUT = " [cut]"  # ends a line whose writer was killed: what stands before it is no record
 
 
@@ -55,7 +54,9 @@ class LogWriter:
                 fields.append(f"details={details}")
         else:
             fields.append(
-                f"task={record.task}" if self._ranks == 1 else f"rank_tasks={[batch.task for batch in record.batches]}"
+                f"task={record.task}"
+                if self._ranks == 1
+                else f"rank_tasks={[batch.task for batch in record.batches]}"
             )
             fields += [
                 f"loss={_number(record.loss, 4)}",
@@ -91,7 +92,9 @@ class LogWriter:
         data = (text.replace("\n", " ") + "\n").encode()
         try:
             written = os.write(self._file, data)
-            if written != len(data):  # a full disk takes a part; the line is ended by whoever opens the log next
+            if written != len(
+                data
+            ):  # a full disk takes a part; the line is ended by whoever opens the log next
                 raise OSError(28, "No space left on device")
         except OSError as error:
             raise StorageError(

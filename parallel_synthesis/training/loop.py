@@ -12,7 +12,7 @@ from parallel_synthesis.errors import DivergenceError, NonFiniteError, StoppedEr
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import cuda_memory_gib, memory_gib
 from parallel_synthesis.training.evaluate import evaluate
-from parallel_synthesis.training.events import Evaluation, Observer, RankBatch, StepDigest, StepRecord, TrainResult
+from parallel_synthesis.training.events import Observer, RankBatch, StepDigest, StepRecord, TrainResult
 from parallel_synthesis.training.guards import Skip
 from parallel_synthesis.training.prepare import PreparedStep
 from parallel_synthesis.training.progress import perplexity
@@ -70,14 +70,14 @@ def run_to_end(run: Run) -> TrainResult:
     """All remaining steps of a run whose state is on the disk, then its final checkpoint and summary."""
     run.observer.started(run.started())
     with stop_requests() as request:  # from here on there is a checkpoint to stop at
-        if run.engine.progress.totals.attempted == 0 and not run.saver.has_evaluations:
+        if run.engine.progress.totals.attempted == 0 and not run.evaluations:
             _evaluate(run, [("before", True)])
         for record in steps(run, request, last=run.engine.total_steps):
             _after_step(run, record)
         run.saver.finish()
-    evaluations = _evaluate(run, [("after", True), ("after, branches removed", False)])
+    _evaluate(run, [("after", True), ("after, branches removed", False)])
     run.saver.write_summary()
-    result = run.result(evaluations)
+    result = run.result()
     run.observer.finished(result)
     return result
 
@@ -135,7 +135,7 @@ def _check_repeat(run: Run, record: StepRecord) -> None:
                 run.engine.processes,
                 DivergenceError(
                     f"{message}. Something that decides the result has changed since; compare run_args.json "
-                    f'with this machine, or go on by --set log.on_divergence=warn'
+                    f"with this machine, or go on by --set log.on_divergence=warn"
                 ),
             )
         run.observer.warning(message)
@@ -195,7 +195,9 @@ def _non_finite(outcome: StepOutcome, batches: Sequence[RankBatch]) -> dict[int,
             continue
         what = "gradient" if math.isfinite(loss) else "loss"
         skips[batch.rank] = Skip(
-            reason=f"nonfinite_{what}", numbers=f"loss={loss}", message=f"{what} not finite, rows {', '.join(batch.places)}"
+            reason=f"nonfinite_{what}",
+            numbers=f"loss={loss}",
+            message=f"{what} not finite, rows {', '.join(batch.places)}",
         )
     if outcome.norm_finite:
         return skips
@@ -228,9 +230,8 @@ def _stop(run: Run, signal: str) -> None:
     )
 
 
-def _evaluate(run: Run, kinds: Sequence[tuple[str, bool]]) -> list[Evaluation]:
+def _evaluate(run: Run, kinds: Sequence[tuple[str, bool]]) -> None:
     engine = run.engine
-    found = []
     for when, with_branches in kinds if engine.held_out is not None else ():
         assert engine.held_out is not None
         evaluation = evaluate(
@@ -242,6 +243,4 @@ def _evaluate(run: Run, kinds: Sequence[tuple[str, bool]]) -> list[Evaluation]:
             with_branches=with_branches,
         )
         run.observer.evaluated(evaluation)
-        found.append(evaluation)
-    run.saver.add_evaluations(found)
-    return found
+        run.evaluations.append(evaluation)

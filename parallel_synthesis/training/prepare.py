@@ -88,9 +88,7 @@ class Preparer:
                     skip=check(counts, self._guards),
                 )
             )
-        return PreparedStep(
-            step=step, epoch_index=epoch_index, batches=tuple(batches), tokens=tokens
-        )
+        return PreparedStep(step=step, epoch_index=epoch_index, batches=tuple(batches), tokens=tokens)
 
 
 def count(row: RowTokens) -> RowCounts:

@@ -192,7 +192,9 @@ class Progress:
                 target_tokens=partial[f"epoch_target_tokens{end}"],
             )
             updates = loop[f"optimizer_{sync}"]
-            attempted = loop.get("attempted_steps", self.step)  # fewer where the order was taken up at a later step
+            attempted = loop.get(
+                "attempted_steps", self.step
+            )  # fewer where the order was taken up at a later step
             self.totals = Totals(
                 attempted=attempted,
                 updates=updates,
@@ -209,7 +211,10 @@ class Progress:
                     counters.skipped_samples = saved["skipped_samples_local"]
             else:
                 only = self.rank_counters[0]
-                only.steps, only.samples = Counter(loop["per_task_steps"]), Counter(loop["per_task_seen_samples"])
+                only.steps, only.samples = (
+                    Counter(loop["per_task_steps"]),
+                    Counter(loop["per_task_seen_samples"]),
+                )
                 only.skipped_steps, only.skipped_samples = loop["skipped_steps"], loop["skipped_samples"]
         except (KeyError, IndexError) as error:
             raise CheckpointError(

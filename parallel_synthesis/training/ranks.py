@@ -117,4 +117,6 @@ def _peer_failures() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's distributed errors have no closer common base
         time.sleep(PEER_PAUSE_SECONDS)
-        raise PeerError(f"another rank ended while this one waited for it; its own error is above ({error})") from error
+        raise PeerError(
+            f"another rank ended while this one waited for it; its own error is above ({error})"
+        ) from error

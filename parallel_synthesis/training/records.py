@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel_synthesis import __version__
-from parallel_synthesis.checkpoint.replace import replace_json
 from parallel_synthesis.checkpoint.layout import ADAPTER_MODEL, CACHE_MAPPER, CHECKPOINT_META, RunPaths
+from parallel_synthesis.checkpoint.replace import replace_json
 from parallel_synthesis.config import Config
 from parallel_synthesis.data.index import RowFile
 from parallel_synthesis.provenance.environment import fingerprint
 from parallel_synthesis.provenance.hashing import sha256_file
-from parallel_synthesis.provenance.schema import read_json
+from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.resources import resolve_path
 from parallel_synthesis.training.events import Evaluation
 from parallel_synthesis.training.progress import Progress, finite
@@ -65,7 +67,7 @@ class RunRecord:
         paths: RunPaths,
         progress: Progress,
         *,
-        evaluations: Sequence[Mapping[str, Any]],
+        evaluations: Sequence[Evaluation],
         train_seconds: float,
         total_seconds: float,
     ) -> dict[str, Any]:
@@ -84,20 +86,25 @@ class RunRecord:
             "train_metrics": progress.train_metrics(),
             "train_time_sec": train_seconds,
             "total_time_sec": total_seconds,
-            "evaluations": [dict(evaluation) for evaluation in evaluations],
+            "evaluations": [_evaluation_record(evaluation) for evaluation in evaluations],
         }
 
 
-def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
-    """A held-out loss as the summary holds it."""
-    return {
-        "when": evaluation.when,
-        "step": evaluation.step,
-        "loss": finite(evaluation.loss),
-        "tasks": {task: finite(loss) for task, loss in evaluation.tasks.items()},
-        "rows": evaluation.rows,
-        "target_tokens": evaluation.target_tokens,
-    }
+def _evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    record = {key: finite(value) for key, value in dataclasses.asdict(evaluation).items()}
+    return record | {"tasks": {task: finite(loss) for task, loss in evaluation.tasks.items()}}
+
+
+def read_evaluations(paths: RunPaths, *, until: int) -> list[Evaluation]:
+    """Held-out losses of a run's summary that were measured at steps up to `until`."""
+    if not paths.summary.exists():
+        return []
+    known = load_json(paths.summary, "train_mixed_summary").get("evaluations", [])
+    return [
+        Evaluation(**record | {"loss": math.nan if record["loss"] is None else record["loss"]})
+        for record in known
+        if record["step"] <= until
+    ]
 
 
 def run_record(

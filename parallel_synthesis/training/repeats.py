@@ -63,12 +63,16 @@ def first_difference(step: int, before: StepDigest, now: StepDigest) -> Differen
     )
     for component, old, new in named:
         if len(old) != len(new):
-            return Difference(step=step, rank=None, component=component, before=f"{len(old)} ranks", now=f"{len(new)} ranks")
+            return Difference(
+                step=step, rank=None, component=component, before=f"{len(old)} ranks", now=f"{len(new)} ranks"
+            )
         for rank, (one, other) in enumerate(zip(old, new, strict=True)):
             if one != other:
                 return Difference(step=step, rank=rank, component=component, before=str(one), now=str(other))
     if before.reduced != now.reduced:
-        return Difference(step=step, rank=None, component="reduced gradient", before=before.reduced, now=now.reduced)
+        return Difference(
+            step=step, rank=None, component="reduced gradient", before=before.reduced, now=now.reduced
+        )
     return None
 
 
@@ -79,12 +83,16 @@ def read_logged(path: Path, *, after: int, until: int | None = None) -> dict[int
             return {
                 logged.step: logged.digest
                 for logged in read_steps(lines)
-                if logged.digest is not None and after < logged.step and (until is None or logged.step <= until)
+                if logged.digest is not None
+                and after < logged.step
+                and (until is None or logged.step <= until)
             }
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise StorageError(f"{path}: can not be read: {error.strerror}; check its permissions and the disk") from error
+        raise StorageError(
+            f"{path}: can not be read: {error.strerror}; check its permissions and the disk"
+        ) from error
 
 
 def step_ranges(steps: list[int]) -> str:

@@ -65,9 +65,10 @@ def replay(target: Target, count: int, *, observer: Observer) -> ReplayResult:
         run = Run(
             engine=engine,
             paths=place,
-            saver=Saver(engine, paths=place, record=record, parents=[], observer=observer),
+            saver=Saver(engine, paths=place, record=record, parents=[], observer=observer, evaluations=[]),
             log=None,
             observer=observer,
+            evaluations=[],
             repeats=Repeats(expected=logged),
             attempt=0,
         )
@@ -82,7 +83,9 @@ def _start(target: Target, count: int, *, last: int, ranks: int) -> tuple[Path, 
     if target.checkpoint is not None:
         problem = why_not(target.checkpoint, ranks=ranks)
         if problem is not None:
-            raise CheckpointError(f"{target.checkpoint} can not be restored: {problem}; name another checkpoint")
+            raise CheckpointError(
+                f"{target.checkpoint} can not be restored: {problem}; name another checkpoint"
+            )
         step = read_manifest(target.checkpoint)["global_step"]
         if step + count > last:
             raise CheckpointError(
@@ -109,7 +112,9 @@ def _compare(run: Run, original: Path, *, first: int, last: int) -> ReplayResult
     for record in steps(run, StopRequest(), last=last):
         run.engine.progress.add(record)
         if record.step not in run.repeats.expected:
-            raise CheckpointError(f"{original}: step {record.step} is not in train.log with a digest; it can not be compared")
+            raise CheckpointError(
+                f"{original}: step {record.step} is not in train.log with a digest; it can not be compared"
+            )
         run.observer.step(record)
         difference = run.repeats.check(record.step, record.digest)
         source = _checkpoint_of(original, record.step)
@@ -148,7 +153,13 @@ def _file_difference(step: int, before: Path, now: Path) -> Difference | None:
                 step=step, rank=None, component=file, before=old[file]["sha256"], now=new[file]["sha256"]
             )
     one, other = (
-        canonical_digest({key: value for key, value in read_training_state(place / TRAINING_STATE).items() if key != "versions"})
+        canonical_digest(
+            {
+                key: value
+                for key, value in read_training_state(place / TRAINING_STATE).items()
+                if key != "versions"
+            }
+        )
         for place in (before, now)
     )
     if one != other:

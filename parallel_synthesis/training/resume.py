@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from parallel_synthesis.training.events import Observer, TrainResult
 from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.loop import run_to_end
 from parallel_synthesis.training.ranks import Processes
-from parallel_synthesis.training.records import RunRecord
+from parallel_synthesis.training.records import RunRecord, read_evaluations
 from parallel_synthesis.training.repeats import Repeats, read_logged
 from parallel_synthesis.training.run import Run
 from parallel_synthesis.training.saving import Saver, keep_milestone
@@ -77,13 +76,14 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     record, found = _check_drift(saved, record_of(resolved, engine, argv=options.argv), options, processes)
     state = read_training_state(choice.path / TRAINING_STATE, ranks=config.run.ranks, step=choice.step)
     engine.restore(choice.path, state)
+    evaluations = read_evaluations(paths, until=choice.step)
     saver = Saver(
         engine,
         paths=paths,
         record=record,
         parents=load_json(choice.path / CHECKPOINT_META, "checkpoint_meta").get("parents", []),
         observer=observer,
-        evaluations=_evaluations(paths, before=choice.step),
+        evaluations=evaluations,
     )
     saver.resumed_at(choice.step)
     log, attempt = None, 0
@@ -104,6 +104,7 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
         saver=saver,
         log=log,
         observer=observer,
+        evaluations=evaluations,
         repeats=Repeats(
             expected=read_logged(paths.train_log, after=choice.step) if processes.is_first else {},
             stops=config.log.on_divergence == "stop" and not changed,
@@ -131,7 +132,8 @@ def _check_drift(
             rows = [("", "saved", "now", "class")] + [(d.name, d.saved, d.now, d.kind) for d in found]
             widths = [max(len(row[column]) for row in rows) for column in range(3)]
             listed = "\n".join(
-                "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows
+                "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]])
+                for row in rows
             )
             names = " ".join(f"--accept-drift {name}" for name in dict.fromkeys(d.name for d in stopping))
             raise CheckpointError(
@@ -182,7 +184,7 @@ def _put_aside(paths: RunPaths, choice: Choice, attempt: int, observer: Observer
             path.rename(_free_name(place / path.name))
             observer.note(f"moved {path.relative_to(paths.out)} to {place.relative_to(paths.out)}/")
         if paths.manifest.exists():  # a completed run goes on: from here on it is not complete
-            os.unlink(paths.manifest)
+            paths.manifest.unlink()
     except OSError as error:
         raise StorageError(
             f"{place}: {error.strerror}: superseded checkpoints could not be moved; check permissions and space"
@@ -220,13 +222,3 @@ def _announce(
         f"processes={engine.processes.world.size} accepted_drift={accepted}"
     )
     return log
-
-
-def _evaluations(paths: RunPaths, *, before: int) -> list[dict[str, Any]]:
-    """Held-out losses that earlier attempts measured at steps this one does not do again."""
-    if not paths.summary.exists():
-        return []
-    known = load_json(paths.summary, "train_mixed_summary").get("evaluations", [])
-    return [evaluation for evaluation in known if evaluation["step"] <= before]
-
-

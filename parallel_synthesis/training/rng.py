@@ -79,7 +79,9 @@ class RankStreams:
         if missing:
             raise CheckpointError(f"rank {rank}: the saved random state lacks {', '.join(sorted(missing))}")
         if self._device.type == "cuda" and saved["torch_cuda"] is None:
-            raise CheckpointError(f"rank {rank}: the random state was saved without CUDA; resume on the device kind it ran on")
+            raise CheckpointError(
+                f"rank {rank}: the random state was saved without CUDA; resume on the device kind it ran on"
+            )
         version, keys, gauss = saved["python"]
         name, numpy_keys, position, has_gauss, cached = saved["numpy"]
         self._states[rank] = _Streams(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parallel_synthesis.checkpoint.layout import RunPaths
@@ -23,6 +22,7 @@ class Run:
     saver: Saver
     log: LogWriter | None
     observer: Observer
+    evaluations: list[Evaluation]
     repeats: Repeats
     attempt: int
     began: float = field(default_factory=time.monotonic)
@@ -43,7 +43,7 @@ class Run:
             rows={task: file.rows for task, file in engine.files.items()},
         )
 
-    def result(self, evaluations: Sequence[Evaluation]) -> TrainResult:
+    def result(self) -> TrainResult:
         progress = self.engine.progress
         return TrainResult(
             out=self.paths.out,
@@ -57,7 +57,7 @@ class Run:
             perplexity=progress.totals.perplexity,
             target_tokens=progress.totals.target_tokens,
             seconds=time.monotonic() - self.began,
-            evaluations=tuple(evaluations),
+            evaluations=tuple(self.evaluations),
             milestones=self.saver.milestones,
         )
 

@@ -26,14 +26,14 @@ from parallel_synthesis.provenance.manifest import read as read_manifest
 from parallel_synthesis.training.engine import Engine
 from parallel_synthesis.training.events import Evaluation, Observer, StepRecord
 from parallel_synthesis.training.ranks import fail_together
-from parallel_synthesis.training.records import RunRecord, evaluation_record
+from parallel_synthesis.training.records import RunRecord
 from parallel_synthesis.training.step import replica_difference
 
 
 class Saver:
     """Takes and commits a run's checkpoints. `save` is collective; only the first process writes.
 
-    parents: the lineage entries of every checkpoint. evaluations: held-out losses so far, kept in the summary.
+    parents: the lineage entries of every checkpoint. evaluations: the run's held-out losses, for the summary.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Saver:
         record: RunRecord,
         parents: Sequence[Mapping[str, Any]],
         observer: Observer,
-        evaluations: Sequence[Mapping[str, Any]] = (),
+        evaluations: list[Evaluation],
     ) -> None:
         self._engine = engine
         self._config = engine.config
@@ -52,7 +52,7 @@ class Saver:
         self._record = record
         self._parents = parents
         self._observer = observer
-        self._evaluations = list(evaluations)
+        self._evaluations = evaluations  # the run's own list: it grows there
         self._writer = BackgroundWriter(enabled=engine.config.checkpoint.background)
         self._began = time.monotonic()
         self._last_saved: int | None = None
@@ -119,14 +119,6 @@ class Saver:
         if self._engine.processes.is_first:
             link_final(self._paths.step(self._engine.progress.step), self._paths.out)
         self._engine.processes.exchange(None)
-
-    def add_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """Into the summary of this and every later save."""
-        self._evaluations += [evaluation_record(evaluation) for evaluation in evaluations]
-
-    @property
-    def has_evaluations(self) -> bool:
-        return bool(self._evaluations)
 
     def write_summary(self) -> None:
         if self._engine.processes.is_first:
@@ -206,7 +198,9 @@ class Saver:
         return {
             "schema_version": 1,
             "global_step": progress.step,
-            "epoch": record.epoch if record is not None else min(progress.epoch_index, self._config.run.epochs - 1) + 1,
+            "epoch": record.epoch
+            if record is not None
+            else min(progress.epoch_index, self._config.run.epochs - 1) + 1,
             "source_run_dir": str(self._paths.out),
             "metrics": metrics,
             "recipe": self._config.recipe,

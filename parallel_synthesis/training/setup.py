@@ -7,12 +7,13 @@ from datetime import datetime
 from pathlib import Path
 
 from parallel_synthesis.checkpoint.layout import RunPaths, disk_needed, find_components, free_bytes
-from parallel_synthesis.errors import ConfigError, RunExistsError, StorageError
+from parallel_synthesis.errors import ConfigError, StorageError
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import device_name
 from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned
-from parallel_synthesis.training.events import Observer
+from parallel_synthesis.training.events import Evaluation, Observer
 from parallel_synthesis.training.log import LogWriter
+from parallel_synthesis.training.plan import refuse_existing
 from parallel_synthesis.training.records import RunRecord, backbone_record, parent_record, run_record
 from parallel_synthesis.training.repeats import Repeats
 from parallel_synthesis.training.run import Run
@@ -46,7 +47,9 @@ def start_run(
         parents = [parent_record(init, init_from)]
     if not 0 <= order_from_step < engine.total_steps:
         raise ConfigError(
-            [f"--order-from-step {order_from_step}: expected 0 to {engine.total_steps - 1}, the run's last step but one"]
+            [
+                f"--order-from-step {order_from_step}: expected 0 to {engine.total_steps - 1}, the run's last step but one"
+            ]
         )
     engine.progress.step = order_from_step
     record = record_of(resolved, engine, argv=argv)
@@ -64,12 +67,16 @@ def start_run(
             log.line(f"[resume] {text}")
             observer.warning(text)
     processes.exchange(None)  # nobody trains before the run has its place
+    evaluations: list[Evaluation] = []
     return Run(
         engine=engine,
         paths=paths,
-        saver=Saver(engine, paths=paths, record=record, parents=parents, observer=observer),
+        saver=Saver(
+            engine, paths=paths, record=record, parents=parents, observer=observer, evaluations=evaluations
+        ),
         log=log,
         observer=observer,
+        evaluations=evaluations,
         repeats=Repeats(),
         attempt=1,
     )
@@ -97,17 +104,6 @@ def record_of(resolved: Resolved, engine: Engine, *, argv: Sequence[str]) -> Run
     )
 
 
-def refuse_existing(paths: RunPaths) -> None:
-    """Raises RunExistsError when OUT holds a run, or anything else that is not ours to mix with."""
-    if paths.run_args.exists() or paths.train_log.exists() or paths.step_checkpoints.exists():
-        raise RunExistsError(
-            f"{paths.out} already holds a run; go on with it by `ps resume {paths.out}`, "
-            f"or start anew by --overwrite, which moves it aside"
-        )
-    if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
-        raise RunExistsError(f"{paths.out} is not an empty directory; name another --out")
-
-
 def check_disk(paths: RunPaths, engine: Engine, observer: Observer) -> None:
     """Refuses a run whose checkpoints can not fit, before its first step."""
     needed = disk_needed(engine.checkpoint_bytes, engine.total_steps, engine.config.checkpoint)
@@ -118,7 +114,9 @@ def check_disk(paths: RunPaths, engine: Engine, observer: Observer) -> None:
             f"free some space, name another --out, or keep fewer (checkpoint.keep_last, keep_every, milestones)"
         )
     if needed * 2 > free:
-        observer.warning(f"the checkpoints of this run need {needed:,} of the {free:,} free bytes of {paths.out}")
+        observer.warning(
+            f"the checkpoints of this run need {needed:,} of the {free:,} free bytes of {paths.out}"
+        )
 
 
 def make_out(paths: RunPaths, *, overwrite: bool, observer: Observer) -> None:

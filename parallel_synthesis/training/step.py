@@ -127,7 +127,11 @@ class Stepper:
             ]
         self._total.div_(processes.ranks)
         norm = torch.linalg.vector_norm(self._total).to(torch.float32)
-        facts += [bit_digest(self._total), norm.view(torch.int32).to(torch.int64), torch.isfinite(norm).to(torch.int64)]
+        facts += [
+            bit_digest(self._total),
+            norm.view(torch.int32).to(torch.int64),
+            torch.isfinite(norm).to(torch.int64),
+        ]
         host = torch.stack(facts).cpu()  # the step's one transfer
         floats = host.to(torch.int32).view(torch.float32).tolist()
         numbers: list[int] = host.tolist()

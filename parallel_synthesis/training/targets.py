@@ -51,7 +51,10 @@ def find_target(given: str, *, step: int | None = None) -> Target:
         path = named.parent.parent
     elif path.is_dir() and not RunPaths(path).run_args.exists():
         inside = path.resolve()
-        if inside.parent.name in (STEP_CHECKPOINTS, MILESTONES) and RunPaths(inside.parent.parent).run_args.exists():
+        if (
+            inside.parent.name in (STEP_CHECKPOINTS, MILESTONES)
+            and RunPaths(inside.parent.parent).run_args.exists()
+        ):
             named, path = inside, inside.parent.parent
     if not path.is_dir() or not RunPaths(path).run_args.exists():
         raise CheckpointError(
@@ -93,11 +96,13 @@ def choose(target: Target, *, ranks: int) -> Choice:
     if target.checkpoint is not None:
         found = why_not(target.checkpoint, ranks=ranks)
         if found is not None:
-            raise CheckpointError(f"{target.checkpoint} can not be resumed from: {found}; name another checkpoint")
+            raise CheckpointError(
+                f"{target.checkpoint} can not be resumed from: {found}; name another checkpoint"
+            )
         step = _meta_step(target.checkpoint)
         assert step is not None
         return Choice(path=target.checkpoint, step=step, passed_over=())
-    passed_over = []
+    passed_over: list[tuple[Path, str]] = []
     milestones = [(_meta_step(path) or 0, path) for path in committed_milestones(target.run).values()]
     by_step = sorted([(step, 1, path) for step, path in step_directories(target.run)], reverse=True)
     by_step += sorted([(step, 0, path) for step, path in milestones], reverse=True)

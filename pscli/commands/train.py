@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 # What costs start-up time is imported where it is used: help and a mistyped flag answer at once.
-import dataclasses
-import json
 import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -19,8 +14,9 @@ import typer
 from parallel_synthesis.config import Config
 from parallel_synthesis.errors import ConfigError, DataError, RefusedError
 from parallel_synthesis.recipe import Resolved, list_recipes, load_recipe
+from pscli import running
 from pscli.context import Call
-from pscli.output import ARGV_FILE, Output, table
+from pscli.output import Output, table
 
 
 def _canonical(config: Config) -> tuple[Config, list[str]]:
@@ -114,31 +110,14 @@ def train(
     if dry_run or rows_at_step is not None:
         _dry_run(call.output, resolved, out=out, step=rows_at_step)
         return
-    worker = os.environ.get("RANK", "") != ""
-    launching = bool(call.torchrun) or (nproc or 1) > 1
-    if worker and launching:
-        raise ConfigError(
-            ["RANK is set, so this process is one of a run already: unset it, or drop --nproc and `-- ...`"]
-        )
+    worker, launching = running.role(call, nproc)
     place = _place(out, resolved, worker=worker)
     _refuse_early(resolved, place, recipe=recipe, init=init, overwrite=overwrite)
     if launching:
-        from pscli import launch
-
-        launch.check_processes(nproc=nproc, extra=call.torchrun, ranks=resolved.config.run.ranks)
         arguments = _worker_arguments(
             recipe, place, sets=sets or (), init=init, max_steps=max_steps, device=device, overwrite=overwrite
         )
-        code = launch.launch(
-            call.output,
-            out=place,
-            nproc=nproc,
-            extra=call.torchrun,
-            arguments=[*arguments, *_modes(call.output)],
-            argv=call.argv,
-            shutdown_timeout=resolved.config.checkpoint.shutdown_timeout,
-            threads=resolved.config.backbone.threads_per_rank,
-        )
+        code = running.launched(call, resolved.config, out=place, nproc=nproc, arguments=arguments)
         raise typer.Exit(code)
     _train(call, resolved, place, init=init, overwrite=overwrite)
 
@@ -213,45 +192,26 @@ def _worker_arguments(
     return [*arguments, "--overwrite"] if overwrite else arguments
 
 
-def _modes(output: Output) -> list[str]:
-    modes = [] if output.mode == "human" else [f"--{output.mode}"]
-    return [*modes, "--debug"] if output.debug else modes
-
-
 def _train(call: Call, resolved: Resolved, out: Path, *, init: str | None, overwrite: bool) -> None:
     from pscli import reports
     from pscli.progress import Watcher
 
     output = call.output
-    argv = call.argv
-    if output.reports is not None:
-        argv = tuple(json.loads((output.reports / ARGV_FILE).read_text(encoding="utf-8")))
     watcher = Watcher(output, log_every=resolved.config.log.every)
-    with _stop_signals_interrupt():
+    with running.stop_signals_interrupt():
         # Here, not at the top: this loads torch.
         from parallel_synthesis.training import loop
 
         try:
             result = loop.train(
-                resolved, out=out, observer=watcher, init=init, overwrite=overwrite, argv=list(argv)
+                resolved,
+                out=out,
+                observer=watcher,
+                init=init,
+                overwrite=overwrite,
+                argv=running.typed_arguments(call),
             )
         finally:
             watcher.close()
-    result = dataclasses.replace(result, evaluations=tuple(watcher.evaluations))
     output.text(reports.ending(resolved, result))
     output.document(reports.result_document(resolved, result))
-
-
-@contextmanager
-def _stop_signals_interrupt() -> Iterator[None]:
-    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

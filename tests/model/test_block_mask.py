@@ -71,8 +71,8 @@ def test_the_rows_above_take_every_path() -> None:
 def test_far_beyond_no_worse_than_the_forward_itself(tools: Any, name: str) -> None:
     """Beyond p = 128 the error against fp64 is that of the block-mask forward in fp32.
 
-    Root mean square over all logits of four rows; two equally good roundings differ by some percent. (Rotating by the
-    rounded angle -p * frequency instead is two to five times worse than the forward, except for gpt_neox.)
+    Root mean square over all logits of four rows; two equally good roundings differ by some percent. (Rotating
+    by the rounded angle -p * frequency instead is two to five times worse, except for gpt_neox.)
     """
     model = tools.make_model(name)
     exact = tools.exact_model(model)

@@ -57,8 +57,8 @@ def test_affine_map_equals_block_mask_forward_with_transformed_states(
 ) -> None:
     """Random mapper and LoRA: the same logits from ONE forward of which attention is written by hand.
 
-    In it the keys and values of branch tokens are mapped where live tokens read them, and only live tokens go through
-    the LoRA. Independent of the cache code: no cache, no re-rotation, no joint prefill.
+    In it the keys and values of branch tokens are mapped where live tokens read them, and only live tokens go
+    through the LoRA. Independent of the cache code: no cache, no re-rotation, no joint prefill.
     """
     reader, backbone = make(tools)
     model = reader.peft_model.get_base_model()

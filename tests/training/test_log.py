@@ -19,7 +19,14 @@ COUNTS = RowCounts(prefill=10, past=8, live=5, target=2)
 
 def record(ranks: int, *, skips: dict[int, Skip] | None = None, loss: float = 1.23456) -> StepRecord:
     batches = tuple(
-        RankBatch(rank=rank, task="flan", rows=(rank, rank + 10), places=("a:1", "a:2"), counts=(COUNTS, COUNTS), skip=None)
+        RankBatch(
+            rank=rank,
+            task="flan",
+            rows=(rank, rank + 10),
+            places=("a:1", "a:2"),
+            counts=(COUNTS, COUNTS),
+            skip=None,
+        )
         for rank in range(ranks)
     )
     return StepRecord(
@@ -63,7 +70,11 @@ def test_lines_begin_as_the_reference_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_skip_says_reason_and_numbers_of_each_rank(tmp_path: Path) -> None:
-    skip = Skip(reason="actual_live_tokens_exceeded", numbers="live_tokens=1900/1800", message="guards.live_tokens exceeded")
+    skip = Skip(
+        reason="actual_live_tokens_exceeded",
+        numbers="live_tokens=1900/1800",
+        message="guards.live_tokens exceeded",
+    )
     (many,) = written(tmp_path / "many.log", 4, record(4, skips={0: skip, 2: skip}))
     assert many.startswith(
         "[train-dist] skipped epoch=1 step=12 task=flan details="
@@ -78,7 +89,9 @@ def test_the_reader_takes_back_steps_and_digests(tmp_path: Path) -> None:
     skip = Skip(reason="nonfinite_loss", numbers="loss=nan", message="loss not finite, rows a:1")
     update, skipped = record(4), record(4, skips={1: skip})
     lines = written(tmp_path / "a.log", 4, update, skipped)
-    first, second = read_steps(["[resume] attempt=2 from_step=0\n", *(line + "\n" for line in lines), "a stray line\n"])
+    first, second = read_steps(
+        ["[resume] attempt=2 from_step=0\n", *(line + "\n" for line in lines), "a stray line\n"]
+    )
     assert (first.step, first.epoch, first.skipped, first.target_tokens, first.line) == (12, 1, False, 210, 2)
     assert first.loss == 1.2346
     assert first.digest == update.digest

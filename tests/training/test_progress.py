@@ -15,13 +15,16 @@ NO_DIGEST = StepDigest(rows=(), loss=(), gradient=(), rng=(), reduced="")
 SKIP = Skip(reason="actual_live_tokens_exceeded", numbers="live_tokens=9/8", message="")
 
 
-def record(step: int, *, ranks: int, task: str, loss: float = math.nan, tokens: int = 0, skip: bool = False) -> StepRecord:
+def record(
+    step: int, *, ranks: int, task: str, loss: float = math.nan, tokens: int = 0, skip: bool = False
+) -> StepRecord:
     counts = (RowCounts(prefill=1, past=1, live=1, target=1),) * 2
     return StepRecord(
         epoch=(step - 1) // 3 + 1,
         step=step,
         batches=tuple(
-            RankBatch(rank=rank, task=task, rows=(0, 1), places=("", ""), counts=counts, skip=None) for rank in range(ranks)
+            RankBatch(rank=rank, task=task, rows=(0, 1), places=("", ""), counts=counts, skip=None)
+            for rank in range(ranks)
         ),
         skips={ranks - 1: SKIP} if skip else {},
         loss=loss,
@@ -106,7 +109,7 @@ def test_the_loop_state_says_where_the_next_batch_is() -> None:
 def test_a_state_of_another_layout_is_refused() -> None:
     single = full(1)
     state = {"single_loop_state": single.loop_state(epoch_rng_state=None)}
-    with pytest.raises(CheckpointError, match="distributed_loop_state.*4 logical ranks"):
+    with pytest.raises(CheckpointError, match=r"distributed_loop_state.*4 logical ranks"):
         Progress(tasks=["a"], ranks=4, steps_per_epoch=3).restore(state)
 
 

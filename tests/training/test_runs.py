@@ -70,22 +70,30 @@ def test_a_run_leaves_the_files_of_the_design(ps: Ps, tiny_recipe: Recipe, tmp_p
     assert len(log_lines(out)) == 6
 
 
-def test_the_final_adapter_is_what_peft_loads(ps: Ps, tiny_recipe: Recipe, tiny_backbone: Path, tmp_path: Path) -> None:
+def test_the_final_adapter_is_what_peft_loads(
+    ps: Ps, tiny_recipe: Recipe, tiny_backbone: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     ok(ps("train", tiny_recipe(), "--out", out))
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_backbone), out / "judger_lora")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_backbone), out / "judger_lora"
+    )
     tensors = load_file(out / "judger_lora" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 4 * 2  # layers x modules x (A, B); no embeddings
-    loaded = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
+    loaded = {
+        name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name
+    }
     assert all(loaded[name].equal(value) for name, value in tensors.items())
     assert any(value.abs().max() > 0 for name, value in tensors.items() if "lora_B" in name)
 
 
-def test_one_two_and_four_processes_end_with_the_same_bytes(ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path) -> None:
+def test_one_two_and_four_processes_end_with_the_same_bytes(
+    ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(lora={"dropout": 0.2}, data={"batch_size": 2}, run={"epochs": 2})
     ends, logs = [], []
     for count in (1, 2, 4):
@@ -148,17 +156,25 @@ def test_a_guarded_step_costs_no_forward_on_any_rank(ps: Ps, tiny_recipe: Recipe
     assert counted_run(ps, recipe, tmp_path / "all") == 0
     lines = [line for line in log_lines(tmp_path / "all") if "step=" in line]
     assert len(lines) == 5
-    assert all("skipped" in line and "reason=actual_live_tokens_exceeded live_tokens=" in line for line in lines)
-    assert counted_run(ps, tiny_recipe(guards={"live_tokens": -1}), tmp_path / "none") == 5 * 4 * 2  # steps x ranks x (one live forward, one prefill call)
+    assert all(
+        "skipped" in line and "reason=actual_live_tokens_exceeded live_tokens=" in line for line in lines
+    )
+    assert (
+        counted_run(ps, tiny_recipe(guards={"live_tokens": -1}), tmp_path / "none") == 5 * 4 * 2
+    )  # steps x ranks x (one live forward, one prefill call)
 
 
-def test_one_ranks_skip_skips_the_step_and_is_saved_at_a_milestone(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
+def test_one_ranks_skip_skips_the_step_and_is_saved_at_a_milestone(
+    ps: Ps, tiny_recipe: Recipe, tmp_path: Path
+) -> None:
     out = tmp_path / "probe"
     ok(ps("train", tiny_recipe(), "--out", out))
     prefill = [int(number) for number in re.findall(r"prefill_tokens=(\d+)", "\n".join(log_lines(out)))]
     limit = max(prefill) // 3  # some rank of some step lies above, most lie below
     skipping = tmp_path / "skipping"
-    recipe = tiny_recipe(guards={"prefill_tokens": limit}, checkpoint={"every": 0, "milestones": [1, 2, 3, 4, 5]})
+    recipe = tiny_recipe(
+        guards={"prefill_tokens": limit}, checkpoint={"every": 0, "milestones": [1, 2, 3, 4, 5]}
+    )
     ok(ps("train", recipe, "--out", skipping))
     steps = [line for line in log_lines(skipping) if " step=" in line]
     skipped = [line for line in steps if "skipped" in line]
@@ -171,7 +187,9 @@ def test_one_ranks_skip_skips_the_step_and_is_saved_at_a_milestone(ps: Ps, tiny_
     assert sorted(os.listdir(skipping / "milestones")) == [f"tiny_step_{step}" for step in (1, 2, 3, 4, 5)]
 
 
-def test_nothing_is_updated_by_a_run_that_skips_every_step(ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path) -> None:
+def test_nothing_is_updated_by_a_run_that_skips_every_step(
+    ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     ok(ps("train", tiny_recipe(guards={"total_tokens": 1}), "--out", out))
     start, end = hashes(out / "step_checkpoints" / "step_000000000"), hashes(out)
@@ -179,7 +197,9 @@ def test_nothing_is_updated_by_a_run_that_skips_every_step(ps: Ps, tiny_recipe: 
     assert start["judger_lora/adapter_model.safetensors"] == end["judger_lora/adapter_model.safetensors"]
 
 
-def test_a_run_that_holds_a_run_is_refused_and_overwrite_moves_it_aside(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_that_holds_a_run_is_refused_and_overwrite_moves_it_aside(
+    ps: Ps, tiny_recipe: Recipe, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     recipe = tiny_recipe()
     ok(ps("train", recipe, "--out", out, "--max-steps", 1))
@@ -192,12 +212,17 @@ def test_a_run_that_holds_a_run_is_refused_and_overwrite_moves_it_aside(ps: Ps, 
     assert json.loads((out / "checkpoint_meta.json").read_text())["global_step"] == 2
 
 
-def test_init_starts_from_the_components_of_another_run(ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path) -> None:
+def test_init_starts_from_the_components_of_another_run(
+    ps: Ps, tiny_recipe: Recipe, hashes: Hashes, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(checkpoint={"milestones": [2]})
     first, second = tmp_path / "first", tmp_path / "second"
     ok(ps("train", recipe, "--out", first, "--max-steps", 3))
     ok(ps("train", recipe, "--out", second, "--max-steps", 1, "--init", f"{first}@tiny_step_2"))
-    start, source = hashes(second / "step_checkpoints" / "step_000000000"), hashes(first / "milestones" / "tiny_step_2")
+    start, source = (
+        hashes(second / "step_checkpoints" / "step_000000000"),
+        hashes(first / "milestones" / "tiny_step_2"),
+    )
     assert start["cache_mapper.pt"] == source["cache_mapper.pt"]
     assert start["judger_lora/adapter_model.safetensors"] == source["judger_lora/adapter_model.safetensors"]
     (parent,) = json.loads((second / "checkpoint_meta.json").read_text())["parents"]
@@ -205,7 +230,9 @@ def test_init_starts_from_the_components_of_another_run(ps: Ps, tiny_recipe: Rec
     assert parent["components"]["cache_mapper.pt"] == source["cache_mapper.pt"]
 
 
-def test_a_bad_row_is_refused_before_the_first_step_with_file_line_and_field(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
+def test_a_bad_row_is_refused_before_the_first_step_with_file_line_and_field(
+    ps: Ps, tiny_recipe: Recipe, tmp_path: Path
+) -> None:
     recipe = tiny_recipe()
     rows = (tmp_path / "second.jsonl").read_text().splitlines()
     bad: dict[str, Any] = json.loads(rows[4])
@@ -222,7 +249,9 @@ def test_a_bad_row_is_refused_before_the_first_step_with_file_line_and_field(ps:
     assert data["second"]["bad_rows_first"][0]["line"] == 5
 
 
-def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(
+    tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]
+) -> None:
     script = tmp_path / "failing.py"
     script.write_text(
         "import os, sys\n"
@@ -241,8 +270,10 @@ def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(tiny_reci
     )
     started = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script]
-        + ["train", str(tiny_recipe()), "--out", str(tmp_path / "out")],
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script],
+            *["train", str(tiny_recipe()), "--out", str(tmp_path / "out")],
+        ],
         capture_output=True,
         text=True,
         env=environment,
@@ -269,12 +300,18 @@ raise SystemExit(call(sys.argv[1:]))
 """
 
 
-def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_row(ps: Ps, tiny_recipe: Recipe, tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_row(
+    ps: Ps, tiny_recipe: Recipe, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(checkpoint={"every": 1})
     stopped = ps("train", recipe, "--out", tmp_path / "stop", script=NAN)
     assert stopped.returncode == 1
     assert re.search(r"step 2: .*rank 2: loss=nan, .*(first|second)\.jsonl:\d+", stopped.stderr)
-    assert sorted(os.listdir(tmp_path / "stop" / "step_checkpoints")) == ["latest", "step_000000000", "step_000000001"]
+    assert sorted(os.listdir(tmp_path / "stop" / "step_checkpoints")) == [
+        "latest",
+        "step_000000000",
+        "step_000000001",
+    ]
 
     ok(ps("train", recipe, "--out", tmp_path / "skip", "--set", "log.on_nonfinite=skip", script=NAN))
     line = next(line for line in log_lines(tmp_path / "skip") if " step=2 " in line)
@@ -293,10 +330,17 @@ def test_a_stop_signal_saves_the_step_and_exits_75(
 ) -> None:
     out = tmp_path / "out"
     recipe = tiny_recipe(run={"epochs": 100000}, checkpoint={"every": 0})
-    command = [sys.executable, "-m", "pscli", "train", recipe, "--out", out, *(["--nproc", str(nproc)] if nproc > 1 else [])]
-    process = subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "pscli",
+        "train",
+        recipe,
+        "--out",
+        out,
+        *(["--nproc", str(nproc)] if nproc > 1 else []),
+    ]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
     while not (out / "train.log").exists() or len(log_lines(out)) < 3:
         assert time.monotonic() < deadline

@@ -1,0 +1,68 @@
+"""What the commands that compute share: which role this process has, torchrun's start, stop signals, the typed call."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from parallel_synthesis.config import Config
+from parallel_synthesis.errors import ConfigError
+from pscli.context import Call
+from pscli.output import ARGV_FILE
+
+
+def role(call: Call, nproc: int | None) -> tuple[bool, bool]:
+    """(this process is a worker of a run, it is to launch one). Both at once are refused."""
+    worker = os.environ.get("RANK", "") != ""
+    launching = bool(call.torchrun) or (nproc or 1) > 1
+    if worker and launching:
+        raise ConfigError(
+            ["RANK is set, so this process is one of a run already: unset it, or drop --nproc and `-- ...`"]
+        )
+    return worker, launching
+
+
+def launched(call: Call, config: Config, *, out: Path, nproc: int | None, arguments: Sequence[str]) -> int:
+    """Runs the same command as workers under torchrun; its exit code. arguments: a worker's, without the modes."""
+    from pscli import launch
+
+    launch.check_processes(nproc=nproc, extra=call.torchrun, ranks=config.run.ranks)
+    output = call.output
+    modes = [] if output.mode == "human" else [f"--{output.mode}"]
+    return launch.launch(
+        output,
+        out=out,
+        nproc=nproc,
+        extra=call.torchrun,
+        arguments=[*arguments, *modes, *(["--debug"] if output.debug else [])],
+        argv=call.argv,
+        shutdown_timeout=config.checkpoint.shutdown_timeout,
+        threads=config.backbone.threads_per_rank,
+    )
+
+
+def typed_arguments(call: Call) -> list[str]:
+    """The call as the user typed it, for the run's records; a worker learns it from the process that started it."""
+    if call.output.reports is None:
+        return list(call.argv)
+    return list(json.loads((call.output.reports / ARGV_FILE).read_text(encoding="utf-8")))
+
+
+@contextmanager
+def stop_signals_interrupt() -> Iterator[None]:
+    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
