@@ -9,7 +9,8 @@ ParallelSynthesisError
 │   └── RunExistsError      the output directory already holds a run
 ├── CheckFailedError        the work was done and a check said no                 (exit 1)
 │   ├── DivergenceError     replicas or repeated steps are not bit-identical
-│   └── NonFiniteError      a loss or gradient is nan or inf
+│   ├── NonFiniteError      a loss or gradient is nan or inf
+│   └── VerificationError    bytes are not what a manifest says; carries every problem found
 ├── StorageError            a file could not be read or written                   (exit 3)
 ├── PeerError               another rank failed; its own error says why           (exit 3)
 └── StoppedError            a signal ended the run after a complete save          (exit 75)
@@ -65,6 +66,14 @@ class DivergenceError(CheckFailedError):
 
 class NonFiniteError(CheckFailedError):
     """A loss or gradient is nan or inf."""
+
+
+class VerificationError(CheckFailedError):
+    """Files that are not what their manifest says, all reported together."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
 
 
 class StorageError(ParallelSynthesisError):

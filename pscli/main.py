@@ -19,7 +19,10 @@ from parallel_synthesis.errors import (
     StoppedError,
 )
 from pscli import system_ps
+from pscli.commands.resume import resume
+from pscli.commands.snapshot import snapshot
 from pscli.commands.train import train
+from pscli.commands.verify import verify
 from pscli.context import Call
 from pscli.output import Output
 
@@ -82,12 +85,18 @@ def main(
     First try:   ps train demo
     Recipes:     ps train --list
     What a run would do:   ps train general --dry-run
+    Go on with a run:      ps resume runs/a
+    Keep a checkpoint:     ps snapshot runs/a --name good
+    Check and prove a run: ps verify runs/a --replay 20
 
     Any other call, such as `ps aux`, goes to the system's own ps.
     """
 
 
 app.command("train", epilog="Everything after `--` is passed to torchrun.")(_interruptible(train))
+app.command("resume", epilog="Everything after `--` is passed to torchrun.")(_interruptible(resume))
+app.command("snapshot")(_interruptible(snapshot))
+app.command("verify")(_interruptible(verify))
 
 
 def run() -> None:

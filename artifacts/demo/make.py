@@ -7,7 +7,7 @@ Everything is generated from SEED and nothing is downloaded. `data` needs the st
 `tokenizers` package, `backbone` torch and transformers (5.x) and some minutes on two cores. Each command rewrites
 manifest.json for the files that are there. The result is committed, so users need none of this.
 
-The demo's world: people have food, live in cities and help each other. A few short reports (the branches) state such
+The demo's world: people have food, visit cities and help each other. A few short reports (the branches) state such
 facts, and every question needs two facts that stand in different reports.
 
 Why a small backbone can learn it: it is pretrained as an ordinary causal LM on plain text (reports, then "Question:"
@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
 
 
 class World:
-    """Some people, and for each of them what they have, where they live and whom they help (never themselves)."""
+    """Some people, and for each of them what they have, which city they visit and whom they help (never themselves)."""
 
     def __init__(self, rng, people):
         self.people = rng.sample(NAMES, people)
@@ -67,7 +67,7 @@ class World:
     def fact(self, kind, p):
         value = {
             "has": f"has {self.has[p]}",
-            "city": f"lives in {self.city[p]}",
+            "city": f"visits {self.city[p]}",
             "helps": f"helps {self.helps[p]}",
         }
         return f"{p} {value[kind]}"
@@ -82,7 +82,7 @@ def ask(world, task, a, b):
         return f"What has the one helped by {a}?", f"{world.fact('helps', a)} and {world.fact('has', b)}."
     verdict = "yes" if world.city[a] == world.city[b] else "no"
     answer = f"{world.fact('city', a)} and {world.fact('city', b)}, so {verdict}."
-    return f"Do {a} and {b} live in the same city?", answer
+    return f"Do {a} and {b} visit the same city?", answer
 
 
 NEEDED = {"demo_pair": ("has", "has"), "demo_hop": ("helps", "has"), "demo_same": ("city", "city")}
@@ -185,8 +185,8 @@ def make_tokenizer():
     words = NAMES + FOODS + CITIES + DAYS
     sentences = [
         "You are a helpful assistant.", "system\nuser\nassistant\n", "Question: Answer: Report of yes no, so",
-        "What do they have? What has the one helped by them? Do they live in the same city? Where does one live?",
-        "has lives in helps and", "The helper writes a report on", *CHORES,
+        "What do they have? What has the one helped by them? Do they visit the same city? ",
+        "has visits helps and", "The helper writes a report on", *CHORES,
     ]  # fmt: skip
     corpus = (
         [text for word in words for text in (word, f" {word}")] + sentences + [f" {s}" for s in sentences]
@@ -251,7 +251,8 @@ def pretraining_text(rng, ease):
         size = rng.randint(1, 5)
         lines.append(report(rng, [world.fact(*fact) for fact in left[:size]]))
         left = left[size:]
-    again = [world.fact(*fact) for fact in rng.sample(facts, len(facts))]
+    # Half of the time in the same order: copying is the easiest look-up, and the others grow out of it.
+    again = [world.fact(*fact) for fact in (facts if rng.random() < 0.5 else rng.sample(facts, len(facts)))]
     if ease > 0.4:
         again += [world.fact(*fact) for fact in rng.sample(facts, len(facts))]
     asked = []

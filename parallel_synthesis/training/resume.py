@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_synthesis.checkpoint.commit import set_latest
+from parallel_synthesis.checkpoint.commit import clear_stale, set_latest
 from parallel_synthesis.checkpoint.layout import CHECKPOINT_META, TRAINING_STATE, RunPaths, is_committed
 from parallel_synthesis.checkpoint.state import read_training_state
 from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
@@ -90,6 +90,8 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     if processes.is_first:
         attempt = count_attempts(paths.train_log) + 1
         record = _with_attempt(record, saved, attempt, choice, found, options)
+        for place in (paths.out, paths.step_checkpoints, paths.milestones):
+            clear_stale(place)  # what a killed writer left half done, under hidden names
         _put_aside(paths, choice, attempt, observer)
         record.write(paths)
         log = _announce(paths, choice, attempt, found, record, engine, observer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class Saver:
         self._writer = BackgroundWriter(enabled=engine.config.checkpoint.background)
         self._began = time.monotonic()
         self._last_saved: int | None = None
+        # Memory of earlier copies, used again: fresh pages cost more than the copy. The newer may still be written.
+        self._copies: deque[HostState | None] = deque([None, None], maxlen=2)
         self._announced: list[tuple[int, str | None, float]] = []
 
     @property
@@ -103,7 +106,9 @@ class Saver:
                 versions=self._record.environment["packages"],
             ),
             meta=self._meta(record),
+            into=self._copies[0],
         )
+        self._copies.append(state)
         summary = self._summary()
         self._writer.submit(lambda: self._write(state, summary))
         self._announce()

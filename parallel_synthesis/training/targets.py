@@ -16,7 +16,6 @@ from parallel_synthesis.checkpoint.layout import (
     find_components,
     parse_step,
 )
-from parallel_synthesis.checkpoint.state import read_training_state
 from parallel_synthesis.errors import CheckpointError, ParallelSynthesisError
 from parallel_synthesis.provenance import manifest
 from parallel_synthesis.provenance.schema import load_json
@@ -28,6 +27,10 @@ class Target:
 
     run: Path
     checkpoint: Path | None
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +106,9 @@ def choose(target: Target, *, ranks: int) -> Choice:
         assert step is not None
         return Choice(path=target.checkpoint, step=step, passed_over=())
     passed_over: list[tuple[Path, str]] = []
-    milestones = [(_meta_step(path) or 0, path) for path in committed_milestones(target.run).values()]
-    by_step = sorted([(step, 1, path) for step, path in step_directories(target.run)], reverse=True)
-    by_step += sorted([(step, 0, path) for step, path in milestones], reverse=True)
-    # A step's own directory before a milestone of the same step.
-    for step, _, path in sorted(by_step, key=lambda entry: entry[:2], reverse=True):
+    places = [(step, 1, path) for step, path in step_directories(target.run)]
+    places += [(_meta_step(path) or 0, 0, path) for path in committed_milestones(target.run).values()]
+    for step, _, path in sorted(places, reverse=True):  # a step's own directory before a milestone of it
         found = why_not(path, ranks=ranks)
         if found is None:
             return Choice(path=path, step=step, passed_over=tuple(passed_over))
@@ -121,6 +122,9 @@ def choose(target: Target, *, ranks: int) -> Choice:
 
 def why_not(checkpoint: Path, *, ranks: int) -> str | None:
     """The first reason why a checkpoint can not be resumed from exactly; None when it can."""
+    # Here: it loads torch, which a call that only looks for a run does not need.
+    from parallel_synthesis.checkpoint.state import read_training_state
+
     try:
         problems = manifest.verify(checkpoint)
         if problems:
@@ -136,7 +140,7 @@ def why_not(checkpoint: Path, *, ranks: int) -> str | None:
     return None
 
 
-def planned_end(run: Path) -> int | None:
+def complete_at(run: Path) -> int | None:
     """Step of a run's final checkpoint when the run is complete and that checkpoint is whole; else None.
 
     Complete: the manifest in the run directory is valid and its step is the planned end of run_args.json.
@@ -150,8 +154,9 @@ def planned_end(run: Path) -> int | None:
 
 
 def _meta_step(checkpoint: Path) -> int | None:
-    path = checkpoint / CHECKPOINT_META
-    if not path.is_file():
+    """The step a checkpoint says it is of; None when it does not say, or can not be read."""
+    try:
+        step: int = load_json(checkpoint / CHECKPOINT_META, "checkpoint_meta")["global_step"]
+    except ParallelSynthesisError:
         return None
-    step: int = load_json(path, "checkpoint_meta")["global_step"]
     return step

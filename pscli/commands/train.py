@@ -16,6 +16,7 @@ from parallel_synthesis.errors import ConfigError, DataError, RefusedError
 from parallel_synthesis.recipe import Resolved, list_recipes, load_recipe
 from pscli import running
 from pscli.context import Call
+from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
 from pscli.output import Output, table
 
 
@@ -46,31 +47,20 @@ def train(
             "--rows-at", metavar="N", help="Dry run: also the rows that global step N takes on each rank."
         ),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine.")
-    ] = None,
+    nproc: Nproc = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory of the run [runs/RECIPE-TIME].")
     ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
-    ] = None,
+    sets: Sets = None,
     init: Annotated[
         str | None, typer.Option("--init", metavar="CKPT", help="Start from another checkpoint's components.")
     ] = None,
-    max_steps: Annotated[
-        int | None, typer.Option("--max-steps", metavar="N", help="End after N global steps, skips included.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")
-    ] = None,
+    max_steps: MaxSteps = None,
+    device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Move a run at --out aside first.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks and torchrun's own messages.")
-    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
 ) -> None:
     """Train a recipe into a new run directory.
 

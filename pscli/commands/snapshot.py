@@ -1,0 +1,91 @@
+"""`ps snapshot`: keep a checkpoint under a name for ever, list, export and drop what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parallel_synthesis.errors import CheckpointError, ConfigError
+from pscli.context import Call
+from pscli.options import Debug, Json, Quiet
+from pscli.output import plain, size, table
+
+
+def snapshot(
+    ctx: typer.Context,
+    run: Annotated[
+        str, typer.Argument(help="A run; with --export also one of its checkpoints, or RUN@NAME.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="Keep the checkpoint of this step, not the newest."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name to keep it under [RECIPE_step_N].")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List what is kept.")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="DEST", help="Write a plain copy that shares nothing.")
+    ] = None,
+    drop: Annotated[
+        str | None, typer.Option("--drop", metavar="NAME", help="Remove a kept checkpoint.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Drop without asking.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Keep a checkpoint of a run for ever, at no cost in disk while its step checkpoint exists too.
+
+    \b
+    ps snapshot runs/a                              the newest checkpoint
+    ps snapshot runs/a --step 40 --name before-lr
+    ps snapshot runs/a --list
+    ps snapshot runs/a@before-lr --export /backup/before-lr
+    ps snapshot runs/a --drop before-lr
+    """
+    del as_json, quiet, debug
+    call: Call = ctx.obj
+    output = call.output
+    if sum([list_, export is not None, drop is not None]) > 1:
+        raise ConfigError(["--list, --export and --drop exclude each other: give one"])
+    from parallel_synthesis.checkpoint import snapshots
+    from parallel_synthesis.checkpoint.layout import find_components
+
+    if export is not None:
+        source = find_components(run)
+        how = snapshots.export(source, export)
+        output.text(f"exported {source} to {export}; every byte was checked on the way")
+        output.document({"exported": source, "to": export, "how": how})
+        return
+    place = Path(run)
+    if not place.is_dir():
+        raise CheckpointError(f"{run}: no such directory; expected a run")
+    if list_:
+        found = snapshots.listed(place)
+        rows = [(item.name, f"{item.step:,}", size(item.bytes), size(item.own_bytes)) for item in found]
+        output.text(
+            table(rows, header=("name", "step", "size", "of it not shared"))
+            if rows
+            else "nothing is kept yet"
+        )
+        output.document({"snapshots": plain(found)})
+        return
+    if drop is not None:
+        _ask(output.progress, drop, yes=yes)
+        dropped = snapshots.drop(place, drop)
+        output.text(f"dropped {dropped.name} (step {dropped.step:,}), {size(dropped.own_bytes)} freed")
+        output.document({"dropped": plain(dropped)})
+        return
+    kept = snapshots.take(place, step=step, name=name)
+    cost = "no bytes" if kept.how == "link" else f"a copy ({size(kept.bytes)}): no links are possible here"
+    output.text(f"kept step {kept.step:,} as {run}@{kept.name}, {cost}")
+    output.document({"kept": plain(kept)})
+
+
+def _ask(terminal: bool, name: str, *, yes: bool) -> None:
+    if yes:
+        return
+    if not terminal:
+        raise ConfigError([f"--drop {name} asks first, and there is no terminal to ask on: add --yes"])
+    typer.confirm(f"Drop {name} for ever?", abort=True, err=True)
