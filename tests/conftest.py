@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -83,17 +84,12 @@ def make_row(rng: random.Random, *, branches: int, words: int) -> dict[str, Any]
     }
 
 
-@pytest.fixture
-def write_rows() -> Callable[..., Path]:
-    """write_rows(path, count, seed=0, words=8): a .jsonl file of seeded rows."""
-
-    def write(path: Path, count: int, *, seed: int = 0, words: int = 8) -> Path:
-        rng = random.Random(seed)
-        rows = [make_row(rng, branches=rng.randint(1, 4), words=words) for _ in range(count)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        return path
-
-    return write
+def write_rows(path: Path, count: int, *, seed: int = 0, words: int = 8) -> Path:
+    """A .jsonl file of seeded rows."""
+    rng = random.Random(seed)
+    rows = [make_row(rng, branches=rng.randint(1, 4), words=words) for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def toml_recipe(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -110,38 +106,47 @@ def toml_recipe(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_tiny_recipe(directory: Path, backbone: Path, **sections: Mapping[str, Any]) -> Path:
+    """tiny.toml over two seeded tasks; 4 logical ranks, 5 steps an epoch. sections: run={...}, guards={...}"""
+    write_rows(directory / "first.jsonl", 13, seed=1)
+    write_rows(directory / "second.jsonl", 9, seed=2)
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"ranks": 4, "seed": 3},
+        "backbone": {"model": str(backbone), "device": "cpu"},
+        "lora": {"r": 4, "alpha": 8},
+        "data": {
+            "tasks": ["first", "second"],
+            "root": str(directory),
+            "files": {"first": "first.jsonl", "second": "second.jsonl"},
+        },
+        "optim": {"learning_rate": 1e-2},
+        "checkpoint": {"every": 2},
+    }
+    for section, values in sections.items():
+        tables.setdefault(section, {}).update(values)
+    path = directory / "tiny.toml"
+    path.write_text(toml_recipe(tables), "utf-8")
+    return path
+
+
 @pytest.fixture
-def tiny_recipe(tiny_backbone: Path, tmp_path: Path, write_rows: Callable[..., Path]) -> Callable[..., Path]:
-    """tiny_recipe(run={...}, guards={...}): a recipe file over two seeded tasks; 4 logical ranks, 5 steps an epoch."""
+def tiny_recipe(tiny_backbone: Path, tmp_path: Path) -> Callable[..., Path]:
+    """tiny_recipe(run={...}): see write_tiny_recipe."""
 
     def write(**sections: Mapping[str, Any]) -> Path:
-        write_rows(tmp_path / "first.jsonl", 13, seed=1)
-        write_rows(tmp_path / "second.jsonl", 9, seed=2)
-        tables: dict[str, dict[str, Any]] = {
-            "run": {"ranks": 4, "seed": 3},
-            "backbone": {"model": str(tiny_backbone), "device": "cpu"},
-            "lora": {"r": 4, "alpha": 8},
-            "data": {
-                "tasks": ["first", "second"],
-                "root": str(tmp_path),
-                "files": {"first": "first.jsonl", "second": "second.jsonl"},
-            },
-            "optim": {"learning_rate": 1e-2},
-            "checkpoint": {"every": 2},
-        }
-        for section, values in sections.items():
-            tables.setdefault(section, {}).update(values)
-        path = tmp_path / "tiny.toml"
-        path.write_text(toml_recipe(tables), "utf-8")
-        return path
+        return write_tiny_recipe(tmp_path, tiny_backbone, **sections)
 
     return write
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """For a child process: this checkout, no leftovers of a launcher, a cache of its own."""
-    return process_environment(tmp_path)
+@pytest.fixture(scope="module")
+def module_recipe(tiny_backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """As `tiny_recipe`, for what a whole module shares."""
+
+    def write(**sections: Mapping[str, Any]) -> Path:
+        return write_tiny_recipe(tmp_path_factory.mktemp("recipe"), tiny_backbone, **sections)
+
+    return write
 
 
 class Started:
@@ -179,41 +184,62 @@ def fork_server() -> Iterator[subprocess.Popen[str]]:
     server.wait(timeout=30)
 
 
-@pytest.fixture
-def start_ps(fork_server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Started]:
-    """start_ps("train", ...): the command as a running process; `env` adds variables, `script` replaces pscli's main."""
-    calls: list[int] = []
+class Calls:
+    """Starts `ps` calls in one directory. `env` adds variables, `script` replaces pscli's main."""
+
+    def __init__(self, server: subprocess.Popen[str], directory: Path) -> None:
+        self._server, self._directory, self._count = server, directory, 0
 
     def start(
-        *args: str | Path | int, env: Mapping[str, str] | None = None, script: str | None = None
+        self, *args: str | Path | int, env: Mapping[str, str] | None = None, script: str | None = None
     ) -> Started:
-        calls.append(1)
-        stdout, stderr = tmp_path / f"stdout-{len(calls)}", tmp_path / f"stderr-{len(calls)}"
+        self._count += 1
+        stdout = self._directory / f"stdout-{self._count}"
+        stderr = self._directory / f"stderr-{self._count}"
         request: dict[str, Any] = {
             "argv": list(map(str, args)),
-            "env": process_environment(tmp_path) | dict(env or {}),
-            "cwd": str(tmp_path),
+            "env": process_environment(self._directory) | dict(env or {}),
+            "cwd": str(self._directory),
             "stdout": str(stdout),
             "stderr": str(stderr),
         }
         if script is not None:
             request["script"] = script
-        assert fork_server.stdin is not None
-        fork_server.stdin.write(json.dumps(request) + "\n")
-        fork_server.stdin.flush()
-        return Started(fork_server, request["argv"], stdout, stderr)
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return Started(self._server, request["argv"], stdout, stderr)
 
-    return start
+    def __call__(self, *args: str | Path | int, **more: Any) -> subprocess.CompletedProcess[str]:
+        return self.start(*args, **more).wait()
 
 
 @pytest.fixture
-def ps(start_ps: Callable[..., Started]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """ps("train", ...): the command as a real process, to its end."""
+def ps(fork_server: subprocess.Popen[str], tmp_path: Path) -> Calls:
+    """ps("train", ...): the command as a real process, to its end; ps.start(...): while it runs."""
+    return Calls(fork_server, tmp_path)
 
-    def run(*args: str | Path | int, **more: Any) -> subprocess.CompletedProcess[str]:
-        return start_ps(*args, **more).wait()
 
-    return run
+@pytest.fixture(scope="module")
+def module_ps(fork_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Calls:
+    """As `ps`, for what a whole module shares."""
+    return Calls(fork_server, tmp_path_factory.mktemp("module"))
+
+
+def component_hashes(directory: Path) -> dict[str, str]:
+    """sha256 of the component files and of the training state's file (same content, same bytes)."""
+    names = (
+        "cache_mapper.pt",
+        "judger_lora/adapter_model.safetensors",
+        "judger_lora/adapter_config.json",
+        "training_state.pt",
+    )
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names}
+
+
+@pytest.fixture(scope="session")
+def hashes() -> Callable[[Path], dict[str, str]]:
+    return component_hashes
 
 
 def process_environment(cache: Path) -> dict[str, str]:

@@ -150,15 +150,21 @@ def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def load_tokenizer(model: str, revision: str | None) -> Any:
     """The tokenizer of a Hub id, directory, `package:PATH` or .gguf file; no network for a local path."""
-    from transformers import (
-        AutoTokenizer,
-    )  # here, not above: planning imports this module and must not pay for it
+    # Here, not above: planning imports this module and must not pay for it.
+    from transformers import AutoConfig, AutoTokenizer
 
     source = find_source(model, revision)
     try:
-        return AutoTokenizer.from_pretrained(source.where, trust_remote_code=False, **source.arguments)
+        tokenizer = AutoTokenizer.from_pretrained(source.where, trust_remote_code=False, **source.arguments)
+        if "gguf_file" in source.arguments:
+            # transformers 4 guesses the eos token of a .gguf file; the one the file names ends every target.
+            end = AutoConfig.from_pretrained(source.where, **source.arguments).eos_token_id
+            if isinstance(end, int):
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BackboneError(
-            f"tokenizer of {model}: it cannot be loaded: {str(error).strip().splitlines()[:1]}; "
+            f"tokenizer of {model}: it cannot be loaded: {lines[0]}; "
             "expected tokenizer.json beside the model's config"
         ) from error
+    return tokenizer

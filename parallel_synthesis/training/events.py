@@ -80,7 +80,7 @@ class Evaluation:
     tasks: Mapping[str, float]
     rows: int
     target_tokens: int
-    seconds: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ def test_a_shared_prefix_is_prefilled_once(tools: Any) -> None:
             assert (values - other_values).abs().max() < 1e-5
             # Views would keep the whole padded forward alive.
             assert keys.untyped_storage().nbytes() == keys.numel() * 4
+            assert values.untyped_storage().nbytes() == values.numel() * 4
 
 
 def test_a_hand_made_cache_reports_its_length_before_use(tools: Any) -> None:
