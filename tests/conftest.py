@@ -184,6 +184,12 @@ def fork_server() -> Iterator[subprocess.Popen[str]]:
     server.wait(timeout=30)
 
 
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """For a child process: this checkout, no leftovers of a launcher, a cache of its own."""
+    return process_environment(tmp_path)
+
+
 class Calls:
     """Starts `ps` calls in one directory. `env` adds variables, `script` replaces pscli's main."""
 

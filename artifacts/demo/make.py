@@ -7,12 +7,12 @@ Everything is generated from SEED and nothing is downloaded. `data` needs the st
 `tokenizers` package, `backbone` torch and transformers (5.x) and some minutes on two cores. Each command rewrites
 manifest.json for the files that are there. The result is committed, so users need none of this.
 
-The demo's world: people have food, visit cities and help each other. A few short reports (the branches) state such
-facts, and every question needs two facts that stand in different reports.
+The demo's world: people have family names, and families live in cities. A few short lists (the branches) state such
+facts, and every question needs two facts that stand in different lists.
 
-Why a small backbone can learn it: it is pretrained as an ordinary causal LM on plain text (reports, then "Question:"
+Why a small backbone can learn it: it is pretrained as an ordinary causal LM on plain text (lists, then "Question:"
 and "Answer:" lines, all in one sequence), which teaches it to find facts in its context. It has never seen the chat
-format, nor reports that were encoded apart from each other at overlapping positions; that is left to the trainer.
+format, nor lists that were encoded apart from each other at overlapping positions; that is left to the trainer.
 """
 
 import argparse
@@ -29,15 +29,15 @@ DATA, BACKBONE, MANIFEST = HERE / "data", HERE / "backbone", HERE / "manifest.js
 
 SEED = 20260614
 TRAIN_ROWS, HELDOUT_ROWS = 480, 64  # per task
-STEPS, BATCH, PEAK_LR, WARMUP = 3000, 16, 4e-3, 100  # pretraining
+STEPS, BATCH, PEAK_LR, WARMUP = 1500, 16, 4e-3, 100  # pretraining
 INIT_STD, ROPE_THETA = 0.08, 100.0
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 3, 128, 256, 4, 2, 32
 VOCAB_LIMIT, MAX_POSITIONS, THREADS = 1024, 1024, 1
 
 NAMES = """Ann Bob Carl Dana Eva Finn Gina Hugo Ida Jack Kate Leo Mia Nick Olga Paul
 Rosa Sam Tina Vera Will Zoe Adam Beth Clara Dean Emma Fred Grace Hans Iris John""".split()
-FOODS = """figs plums pears apples grapes lemons limes dates nuts beans peas carrots onions leeks beets olives
-melons cherries peaches tomatoes radishes mangos turnips berries""".split()
+FAMILIES = """Baker Fisher Miller Mason Cook Hunter Carter Potter Taylor Turner Walker Weaver Parker Palmer Porter
+Brewer Butler Cooper Dyer Fuller Glover Harper Archer Sadler""".split()
 CITIES = """Rome Oslo Paris London Berlin Madrid Vienna Prague Lisbon Dublin Athens Warsaw Cairo Delhi Tokyo Lima
 Boston Denver Miami Tunis Milan Naples Seoul Perth""".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -56,89 +56,98 @@ CHAT_TEMPLATE = (
 
 
 class World:
-    """Some people, and for each of them what they have, which city they visit and whom they help (never themselves)."""
+    """Some people with their family names, and the cities where these families live."""
 
     def __init__(self, rng, people):
         self.people = rng.sample(NAMES, people)
-        self.has = {p: rng.choice(FOODS) for p in self.people}
-        self.city = {p: rng.choice(CITIES) for p in self.people}
-        self.helps = {p: rng.choice([q for q in self.people if q != p]) for p in self.people}
+        self.family = {p: rng.choice(FAMILIES) for p in self.people}
+        self.city = {family: rng.choice(CITIES) for family in FAMILIES}
 
-    def fact(self, kind, p):
-        value = {
-            "has": f"has {self.has[p]}",
-            "city": f"visits {self.city[p]}",
-            "helps": f"helps {self.helps[p]}",
-        }
-        return f"{p} {value[kind]}"
+    def facts(self):
+        families = sorted(set(self.family.values()))
+        return [("family", p) for p in self.people], [("city", family) for family in families]
+
+    def state(self, kind, of):
+        """A fact in words. The value stands right after the word it belongs to: the pattern that a small model learns
+        to look up first. (With a verb between them, as in "Ann has figs", 2 M tokens of pretraining did not do.)"""
+        return f"{of} {self.family[of] if kind == 'family' else self.city[of]}"
 
 
 def ask(world, task, a, b):
-    """Question and answer of a task about a and b. The answer states both facts in the words of the reports, so that
-    every one of its words is found by one look-up; b of a hop is a's helped person and is not named in the question."""
-    if task == "demo_pair":
-        return f"What do {a} and {b} have?", f"{world.fact('has', a)} and {world.fact('has', b)}."
+    """Question, answer, and the two facts needed. The answer states both facts in the words of the lists."""
     if task == "demo_hop":
-        return f"What has the one helped by {a}?", f"{world.fact('helps', a)} and {world.fact('has', b)}."
-    verdict = "yes" if world.city[a] == world.city[b] else "no"
-    answer = f"{world.fact('city', a)} and {world.fact('city', b)}, so {verdict}."
-    return f"Do {a} and {b} visit the same city?", answer
+        needed = ("family", a), ("city", world.family[a])
+        first, second = (world.state(*fact) for fact in needed)
+        return f"Which city is {a} from?", f"{first}, {second}.", needed
+    needed = ("family", a), ("family", b)
+    first, second = (world.state(*fact) for fact in needed)
+    if task == "demo_pair":
+        return f"What are the family names of {a} and {b}?", f"{first} and {second}.", needed
+    verdict = "yes" if world.family[a] == world.family[b] else "no"
+    return f"Are {a} and {b} of the same family?", f"{first} and {second}, so {verdict}.", needed
 
 
-NEEDED = {"demo_pair": ("has", "has"), "demo_hop": ("helps", "has"), "demo_same": ("city", "city")}
-TASKS = tuple(NEEDED)
+TASKS = ("demo_pair", "demo_hop", "demo_same")
 
 
-def report(rng, facts):
-    return f"Report of {rng.choice(DAYS)}: " + " ".join(f"{fact}." for fact in facts)
+def report(rng, world, facts):
+    """The text of a branch: a list of guests, or a list of addresses, or both."""
+    parts = []
+    for kind, title in (("family", "Guests"), ("city", "Addresses")):
+        stated = [world.state(*fact) for fact in facts if fact[0] == kind]
+        if stated:
+            parts.append(f"{title} on {rng.choice(DAYS)}: {', '.join(stated)}.")
+    rng.shuffle(parts)
+    return " ".join(parts)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def is_heldout(task, a, b, food):
+def is_heldout(task, world, a, b):
     """The split, by combinations: a held-out row never asks for a combination that a training row asks for.
 
-    pair and same: the two people asked about. hop: the chain of person, helped person and food."""
-    total = NAMES.index(a) + NAMES.index(b) + (FOODS.index(food) if task == "demo_hop" else 0)
-    return total % 4 == 0
+    pair and same: the two people asked about. hop: the chain of person, family and city."""
+    if task == "demo_hop":
+        family = world.family[a]
+        return (NAMES.index(a) + FAMILIES.index(family) + CITIES.index(world.city[family])) % 4 == 0
+    return (NAMES.index(a) + NAMES.index(b)) % 4 == 0
 
 
 def make_row(rng, task, heldout, number):
     while True:
         world = World(rng, people=rng.randint(4, 6))
         a, b = world.people[:2]
-        if task == "demo_hop":
-            world.helps[a] = b
         if task == "demo_same":
-            # Exactly half of the rows are "yes"; the other half has two different cities.
-            other = [city for city in CITIES if city != world.city[a]]
-            world.city[b] = world.city[a] if number % 2 == 0 else rng.choice(other)
-        if is_heldout(task, a, b, world.has[b]) == heldout:
+            # Exactly half of the rows are "yes"; the other half has two different families.
+            other = [family for family in FAMILIES if family != world.family[a]]
+            world.family[b] = world.family[a] if number % 2 == 0 else rng.choice(other)
+        if is_heldout(task, world, a, b) == heldout:
             break
-    # The two facts asked for go into different branches; the others fill up all branches.
-    first, second = NEEDED[task]
-    wanted = [(first, a), (second, b)]
-    others = [(kind, p) for kind in ("has", "city", "helps") for p in world.people if (kind, p) not in wanted]
+    question, answer, needed = ask(world, task, a, b)
+    # The two facts asked for go into different branches; the others are spread over all of them.
+    guests, addresses = world.facts()
+    others = [fact for fact in guests + addresses if fact not in needed]
     rng.shuffle(others)
-    count = rng.choice((2, 2, 3, 3, 4, 5))
-    branches = [[others.pop() for _ in range(rng.randint(1, 2))] for _ in range(count)]
-    for fact, at in zip(wanted, rng.sample(range(count), 2), strict=True):
+    count = min(rng.choice((2, 2, 3, 3, 4, 5)), len(others))
+    branches = [[others.pop()] for _ in range(count)]
+    for fact in others:
+        rng.choice(branches).append(fact)
+    for fact, at in zip(needed, rng.sample(range(count), 2), strict=True):
         branches[at].insert(rng.randint(0, len(branches[at])), fact)
-    texts = [report(rng, [world.fact(*fact) for fact in facts]) for facts in branches]
-    question, answer = ask(world, task, a, b)
+    texts = [report(rng, world, facts) for facts in branches]
     row = {
         "id": f"{task}-{'heldout' if heldout else 'train'}-{number:04d}",
         "question": question,
         "query": question,
         "gold": answer,
-        "references": [f"{world.fact(*fact)}." for fact in wanted],
+        "references": [f"{world.state(*fact)}." for fact in needed],
         "agent_reference_contexts": texts,
     }
     if task == "demo_pair" and number % 2 == 1:
         # As in a tool history: all branches share what went before, and only their own end is kept.
         prefix = (
-            "The helper " + ", ".join(rng.sample(CHORES, 3)) + f" and writes a report on {rng.choice(DAYS)}."
+            "The helper " + ", ".join(rng.sample(CHORES, 3)) + f" and writes a list on {rng.choice(DAYS)}."
         )
         row["agent_extract_contexts"] = texts
         row["agent_reference_contexts"] = [f"{prefix} {text}" for text in texts]
@@ -164,15 +173,15 @@ def branch_blind_nats(task):
     The generator draws what the query does not give uniformly from a set whose size is known here; so the entropy is
     exact, and by Gibbs' inequality no reader of the query alone, whatever it knows about the generator and the split,
     has a lower expected cross-entropy. All other tokens of the answer follow from the query and those words.
-    pair: two foods, independent. hop: (person, food) such that the chain is a held-out one, person differs from a.
-    same: "yes" or "no" with probability 1/2 each; one city, or two that differ."""
+    pair: two family names, independent. hop: (family, city) such that the chain is a held-out one.
+    same: "yes" or "no" with probability 1/2 each; one family, or two that differ."""
     if task == "demo_pair":
-        return 2 * math.log(len(FOODS))
+        return 2 * math.log(len(FAMILIES))
     if task == "demo_hop":
-        # The split by triples leaves the same number of (person, food) pairs, up to one person's share, for every a.
-        counts = [sum(is_heldout(task, a, b, food) for b in NAMES if b != a for food in FOODS) for a in NAMES]
-        return math.log(min(counts))
-    return math.log(2) + math.log(len(CITIES)) + 0.5 * math.log(len(CITIES) - 1)
+        # The sum rule of the split leaves a quarter of the cities for every person and family.
+        assert len(CITIES) % 4 == 0
+        return math.log(len(FAMILIES) * len(CITIES) // 4)
+    return math.log(2) + math.log(len(FAMILIES)) + 0.5 * math.log(len(FAMILIES) - 1)
 
 
 # ---- tokenizer -------------------------------------------------------------------------------------------------------
@@ -182,11 +191,11 @@ def make_tokenizer():
     """Byte-level BPE: every word of the demo is one token, with and without a blank before it; any text encodes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    words = NAMES + FOODS + CITIES + DAYS
+    words = NAMES + FAMILIES + CITIES + DAYS
     sentences = [
-        "You are a helpful assistant.", "system\nuser\nassistant\n", "Question: Answer: Report of yes no, so",
-        "What do they have? What has the one helped by them? Do they visit the same city? ",
-        "has visits helps and", "The helper writes a report on", *CHORES,
+        "You are a helpful assistant.", "system\nuser\nassistant\n", "Question: Answer: Guests on Addresses on yes no, so",
+        "What are the family names of them and them? Which city is she from? Are they of the same family?",
+        "The helper and writes a list on", *CHORES,
     ]  # fmt: skip
     corpus = (
         [text for word in words for text in (word, f" {word}")] + sentences + [f" {s}" for s in sentences]
@@ -239,32 +248,25 @@ def pretraining_text(rng, ease):
 
     The restatement teaches looking up most cheaply: one fact to find for every four or five tokens of text. ease goes
     from 1 (few facts) to 0 (as many as in the data)."""
-    world = World(rng, people=3 if ease > 0.4 else rng.randint(3, 6))
-    kinds = rng.sample(("has", "city", "helps"), rng.randint(1, 3))
-    facts = [(kind, p) for kind in kinds for p in world.people]
-    rng.shuffle(facts)
-    facts = facts[: 5 if ease > 0.4 else rng.randint(5, 12)]
+    easy = ease > 0.4
+    world = World(rng, people=3 if easy else rng.randint(3, 6))
     if rng.random() < 0.5:
-        world.city[world.people[1]] = world.city[world.people[0]]
+        world.family[world.people[1]] = world.family[world.people[0]]
+    facts = sum(rng.sample(world.facts(), rng.randint(1, 2)), [])
+    rng.shuffle(facts)
     lines, left = [], list(facts)
     while left:
         size = rng.randint(1, 5)
-        lines.append(report(rng, [world.fact(*fact) for fact in left[:size]]))
+        lines.append(report(rng, world, left[:size]))
         left = left[size:]
-    # Half of the time in the same order: copying is the easiest look-up, and the others grow out of it.
-    again = [world.fact(*fact) for fact in (facts if rng.random() < 0.5 else rng.sample(facts, len(facts)))]
-    if ease > 0.4:
-        again += [world.fact(*fact) for fact in rng.sample(facts, len(facts))]
+    rest = [report(rng, world, rng.sample(facts, len(facts))) for _ in range(2 if easy else 1)]
     asked = []
     for a in world.people:
-        asked += [(t, a, b) for t in ("demo_pair", "demo_same") for b in world.people if b != a]
-        asked += [("demo_hop", a, world.helps[a])] * 3
-    asked = [(t, a, b) for t, a, b in asked if (NEEDED[t][0], a) in facts and (NEEDED[t][1], b) in facts]
+        asked += [ask(world, task, a, b) for task in ("demo_pair", "demo_same") for b in world.people if b != a]
+        asked += [ask(world, "demo_hop", a, None)] * len(world.people)
+    asked = [(question, answer) for question, answer, needed in asked if set(needed) <= set(facts)]
     rng.shuffle(asked)
-    rest = [report(rng, again)]
-    for task, a, b in asked[: rng.randint(1, 3)]:
-        question, answer = ask(world, task, a, b)
-        rest.append(f"Question: {question}\nAnswer: {answer}")
+    rest += [f"Question: {question}\nAnswer: {answer}" for question, answer in asked[: rng.randint(1, 3)]]
     return "\n".join(lines), "\n" + "\n".join(rest) + "\n" + END_OF_TEXT
 
 
@@ -369,9 +371,9 @@ def branch_blind_floor():
 
 
 DERIVATION = {
-    "demo_pair": f"two independent uniform foods: 2 ln {len(FOODS)}",
-    "demo_hop": "ln of the number of equally likely held-out (helped person, food) answers, the smallest over the asked",
-    "demo_same": f"ln 2 for yes or no, ln {len(CITIES)} for a city, and ln {len(CITIES) - 1} for another one in half",
+    "demo_pair": f"two independent uniform family names: 2 ln {len(FAMILIES)}",
+    "demo_hop": f"{len(FAMILIES)} x {len(CITIES)} / 4 equally likely held-out (family, city) answers: ln of that",
+    "demo_same": f"ln 2 for yes or no, ln {len(FAMILIES)} for a family, ln {len(FAMILIES) - 1} for another one in half",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ def recipe(module_recipe: Callable[..., Path]) -> Path:
     return module_recipe(
         run={"epochs": 3},
         lora={"dropout": 0.2},
-        checkpoint={"every": 2, "milestones": [6, 9], "keep_last": 3},
+        checkpoint={"every": 2, "milestones": [6, 9], "keep_last": 5},
     )
 
 
@@ -103,10 +104,8 @@ def kill_until_done(ps: Ps, recipe: Path, out: Path, rng: random.Random, kills: 
         call = ps.start(*command)
         if done < kills:
             time.sleep(rng.uniform(0.2, 2.0))
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 call.signal(signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         result = call.wait()
         done += result.returncode == -signal.SIGKILL
         if result.returncode != -signal.SIGKILL:
@@ -116,7 +115,7 @@ def kill_until_done(ps: Ps, recipe: Path, out: Path, rng: random.Random, kills: 
 
 def test_killed_at_random_times(ps: Ps, recipe: Path, whole: Path, hashes: Hashes, tmp_path: Path) -> None:
     seed = int(os.environ.get("KILL_SEED", time.time_ns() % 10**6))
-    print(f"KILL_SEED={seed}")
+    sys.stderr.write(f"to repeat: KILL_SEED={seed}\n")
     out = tmp_path / "run"
     rng = random.Random(seed)
     killed = 0
@@ -502,16 +501,9 @@ def test_a_full_disk_ends_all_ranks(
     started = time.monotonic()
     result = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            script,
-            "train",
-            recipe,
-        ]
-        + ["--out", out],
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *[script, "train", recipe, "--out", out],
+        ],
         capture_output=True,
         text=True,
         env=environment | {"FILLED": str(small_disk)},
@@ -586,8 +578,8 @@ def test_only_the_order_is_taken_up_from_bare_components(
     result = ps("resume", bare, "--order-from-step", 9, "--recipe", recipe, "--out", out)
     assert result.returncode == 0, result.stderr
     assert "not exact" in result.stderr
-    rows = {step: row for step, row in re.findall(r" step=(\d+) .* rows=(\S+)", log_of(whole))}
-    again = {step: row for step, row in re.findall(r" step=(\d+) .* rows=(\S+)", log_of(out))}
+    rows = dict(re.findall(r" step=(\d+) .* rows=(\S+)", log_of(whole)))
+    again = dict(re.findall(r" step=(\d+) .* rows=(\S+)", log_of(out)))
     assert again == {step: row for step, row in rows.items() if int(step) > 9}
     assert totals(out)["optimizer_steps"] == 6
 
