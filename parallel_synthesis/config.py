@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_AT_LEAST: dict[str, int] = {
+AT_LEAST: dict[str, int] = {
     "run.ranks": 1,
     "run.epochs": 1,
     "run.steps_per_epoch": 1,
@@ -207,7 +207,7 @@ _IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
 def problems(config: Config) -> list[str]:
     """Every value out of range, as `section.field = value: expected ...`."""
     found = []
-    for name, least in _AT_LEAST.items():
+    for name, least in AT_LEAST.items():
         value = _get(config, name)
         if value is not None and value < least:
             found.append(f"{name} = {value}: expected {least} or more")

@@ -395,7 +395,7 @@ def _schema_of(hint: Any) -> dict[str, Any]:
 
 
 def _bounds(name: str) -> dict[str, int]:
-    least = config_module._AT_LEAST.get(name)
+    least = config_module.AT_LEAST.get(name)
     return {} if least is None else {"minimum": least}
 
 

@@ -270,6 +270,29 @@ def pretraining_text(rng, ease):
     return "\n".join(lines), "\n" + "\n".join(rest) + "\n" + END_OF_TEXT
 
 
+def look_back(model):
+    """Start two heads of the first layer at looking one and two tokens back, in place.
+
+    Looking a fact up takes such a head below one that matches words; finding the first by chance is what small models
+    need most of their training for. Channel 0 of the embedding becomes a constant, which those heads' queries and keys
+    read alone; then a score depends on the distance only, and the query is the key rotated back by that distance."""
+    import torch
+
+    pairs = 4  # of rotary frequencies: the fastest ones, which tell neighbours apart
+    attention = model.model.layers[0].self_attn
+    speed = model.model.rotary_emb.inv_freq[:pairs]
+    fast = [*range(pairs), *range(HEAD_DIM // 2, HEAD_DIM // 2 + pairs)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.5
+        attention.q_norm.weight[fast] = 2.5
+        attention.k_proj.weight[:HEAD_DIM] = 0.0
+        attention.k_proj.weight[:pairs, 0] = 1.0
+        for head, distance in enumerate((1, 2)):  # both read key head 0: HEADS / KV_HEADS = 2
+            rows = attention.q_proj.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM]
+            rows.zero_()
+            rows[fast, 0] = torch.cat([torch.cos(distance * speed), -torch.sin(distance * speed)])
+
+
 def make_backbone():
     import torch
     from safetensors.torch import save_file
@@ -289,6 +312,7 @@ def make_backbone():
         "bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos,
     }  # fmt: skip
     model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="sdpa"))
+    look_back(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(f"{SEED} pretraining")
     started, recent = time.perf_counter(), []
