@@ -95,9 +95,13 @@ class Staging:
         """Adds fields to a written file's manifest entry (a safetensors file's header_sha256 and tensors)."""
         self._entries[name].update(details)
 
-    def finish(self, *, step: int) -> dict[str, Any]:
+    def entry(self, name: str) -> dict[str, Any]:
+        """The manifest entry of a file that has been written."""
+        return dict(self._entries[name])
+
+    def finish(self, *, step: int | None, kind: str) -> dict[str, Any]:
         """Writes the manifest; commit calls it after `fill`."""
-        document = manifests.build(self._entries, global_step=step)
+        document = manifests.build(self._entries, global_step=step, kind=kind)
         final = self._destination / MANIFEST
         with storage_errors("write", final):
             _write_file(self._disk, self._hidden / MANIFEST, dump_json(document))
@@ -112,9 +116,15 @@ class Staging:
 
 
 def commit(
-    destination: Path, *, step: int, fill: Callable[[Staging], None], disk: Disk = DISK
+    destination: Path,
+    *,
+    step: int | None,
+    fill: Callable[[Staging], None],
+    kind: str = "checkpoint",
+    disk: Disk = DISK,
 ) -> dict[str, Any]:
-    """Commits a new directory; `fill` writes its files. Returns the manifest.
+    """Commits a new directory; `fill` writes its files. Returns the manifest. step: None only for a directory
+    that is no checkpoint, which says its `kind`.
 
     Files are 0444 less the umask. Whatever fails, inside `fill` too, leaves nothing under the final name and
     removes the hidden sibling; earlier checkpoints are not touched. A kill leaves at most a hidden sibling,
@@ -125,7 +135,7 @@ def commit(
     def build(hidden: Path) -> dict[str, Any]:
         staging = Staging(hidden, destination, disk)
         fill(staging)
-        return staging.finish(step=step)
+        return staging.finish(step=step, kind=kind)
 
     return _commit_directory(destination, build, disk)
 

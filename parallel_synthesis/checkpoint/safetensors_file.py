@@ -8,9 +8,10 @@ tensors, those with the most strictly aligned dtype first and by name within a d
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,40 +55,67 @@ class TensorBytes:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def write_safetensors(file: HashingFile, tensors: Mapping[str, TensorBytes]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorChunks:
+    """A tensor whose bytes come in pieces, taken once and in the order of `layout`; in all exactly prod(shape)
+    elements, so that a file larger than the memory can be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Iterable[Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+Tensors = Mapping[str, TensorBytes] | Mapping[str, TensorChunks] | Mapping[str, TensorBytes | TensorChunks]
+
+
+def layout(tensors: Tensors) -> list[str]:
+    """The names in the order in which the tensors lie in the file."""
+    return sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name.encode("utf-8")))
+
+
+def write_safetensors(
+    file: HashingFile, tensors: Tensors, *, metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Writes the whole file into `file` (which hashes it) and returns what the manifest adds to its entry:
     {header_sha256, tensors: {name: {offset, bytes, sha256}}}, offsets in bytes from the start of the file.
 
-    The header's hash covers the 8 length bytes, the JSON and its padding. ValueError for a tensor whose bytes
-    do not fit its shape, or the reserved name "__metadata__".
+    The header's hash covers the 8 length bytes, the JSON and its padding. metadata: as save_file's argument; a
+    model file needs {"format": "pt"}. ValueError for a tensor whose bytes do not fit its shape, or the reserved
+    name "__metadata__".
     """
-    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name.encode("utf-8")))
-    header = _header(names, tensors)
+    names = layout(tensors)
+    header = _header(names, tensors, metadata)
     details: dict[str, Any] = {"header_sha256": sha256_bytes(header), "tensors": {}}
     file.write(header)
     offset = len(header)
     for name in names:
         tensor = tensors[name]
-        details["tensors"][name] = {
-            "offset": offset,
-            "bytes": tensor.nbytes,
-            "sha256": sha256_bytes(tensor.data),
-        }
-        file.write(tensor.data)
-        offset += tensor.nbytes
+        digest = hashlib.sha256()
+        written = 0
+        for chunk in (tensor.data,) if isinstance(tensor, TensorBytes) else tensor.chunks:
+            digest.update(chunk)
+            written += file.write(chunk)
+        if written != tensor.nbytes:
+            raise ValueError(f"tensor {name!r}: expected {tensor.nbytes} bytes in chunks, found {written}")
+        details["tensors"][name] = {"offset": offset, "bytes": written, "sha256": digest.hexdigest()}
+        offset += written
     return details
 
 
-def _header(names: list[str], tensors: Mapping[str, TensorBytes]) -> bytes:
-    fields: dict[str, Any] = {}
+def _header(names: list[str], tensors: Tensors, metadata: Mapping[str, str] | None) -> bytes:
+    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
         tensor = tensors[name]
-        if memoryview(tensor.data).nbytes != tensor.nbytes or name == "__metadata__":
+        found = memoryview(tensor.data).nbytes if isinstance(tensor, TensorBytes) else tensor.nbytes
+        if found != tensor.nbytes or name == "__metadata__":
             raise ValueError(
                 f"tensor {name!r} {tensor.dtype} {list(tensor.shape)}: expected {tensor.nbytes} bytes of "
-                f"data under "
-                f"another name than __metadata__, found {memoryview(tensor.data).nbytes}"
+                f"data under another name than __metadata__, found {found}"
             )
         end = at + tensor.nbytes
         fields[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}

@@ -127,8 +127,7 @@ def _keep(
     """The last `kept` keys and values of one branch, cut out of its forward and rotated to start at 0."""
     end = len(branch.ids) - prefix
     begin = branch.start - prefix  # negative: the kept part begins within the shared prefix
-    turn = _turn_back(base, branch, states[0][0]) if branch.start else None
-    layers = []
+    kept = []
     for layer, (keys, values) in enumerate(states):
         pair = [part[row : row + 1, :, max(begin, 0) : end] for part in (keys, values)]
         if begin < 0:
@@ -136,9 +135,17 @@ def _keep(
                 torch.cat([past[:, :, begin:], new], -2)
                 for past, new in zip(shared[layer], pair, strict=True)
             ]
-        kept_keys = rotate(pair[0], *turn) if turn else pair[0]
+        kept.append((pair[0], pair[1]))
+    return moved_to_start(base, branch, kept)
+
+
+def moved_to_start(base: nn.Module, branch: BranchTokens, kept: Sequence[States]) -> BranchCache:
+    """The branch's cache of its kept keys and values per layer [1, H, kept, D], as they were computed in place."""
+    turn = _turn_back(base, branch, kept[0][0]) if branch.start else None
+    layers = []
+    for keys, values in kept:
         # A copy, unless it is all of the forward's: a view would keep padding and neighbours alive.
-        layers.append((_own(kept_keys), _own(pair[1])))
+        layers.append((_own(rotate(keys, *turn) if turn else keys), _own(values)))
     return BranchCache(layers=tuple(layers), kept=branch.kept)
 
 

@@ -53,7 +53,49 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
         return keys, torch.cat([*(v for _, v in past), value_states], dim=-2)
 
 
-def make_cache(layers: Sequence[PastLayer]) -> Any:
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """A cache layer for generation: what it has seen lies in a buffer [B, H, capacity, D] that doubles when full.
+
+    (The library's own layer copies all of the past at every token.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True  # transformers takes an uninitialised layer for an empty one
+        self._length = 0
+        self._buffers: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far."""
+        return self._length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
+        """Takes the new ones in; returns all seen so far. Further arguments (rotary tables) are not needed."""
+        begin, end = self._length, self._length + key_states.shape[-2]
+        new = (key_states, value_states)
+        if not self._buffers or end > self._buffers[0].shape[-2]:
+            seen, self._buffers = self._buffers, []
+            for part, states in enumerate(new):
+                buffer = states.new_empty((*states.shape[:-2], max(2 * begin, end), states.shape[-1]))
+                if seen:
+                    buffer[..., :begin, :] = seen[part][..., :begin, :]
+                self._buffers.append(buffer)
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[..., begin:end, :] = states
+        self._length = end
+        return self.states(slice(None), 0)
+
+    def take(self, rows: Tensor) -> None:
+        """Goes on with these rows of the batch, in this order; a row may be taken several times."""
+        self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
+
+    def states(self, rows: slice, begin: int) -> States:
+        """Keys and values of some rows, from position `begin` on: views."""
+        keys, values = (buffer[rows, :, begin : self._length] for buffer in self._buffers)
+        return keys, values
+
+
+def make_cache(layers: Sequence[PastLayer | GrowingLayer]) -> Any:
     """A transformers cache of hand-made layers."""
     return Cache(layers=list(layers))
 

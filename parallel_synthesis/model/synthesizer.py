@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,23 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import TaskType, get_peft_model
 from torch import Tensor, nn
 
-from parallel_synthesis.config import Components, LoraConfig, MapperConfig
+from parallel_synthesis.config import Components, LoraConfig, MapperConfig, WorkersConfig
 from parallel_synthesis.errors import BackboneError
 from parallel_synthesis.model import components as files
 from parallel_synthesis.model.backbone import Backbone
-from parallel_synthesis.model.branches import common_prefix, empty_cache, join, plan_prefill, prefill
+from parallel_synthesis.model.branches import (
+    BranchCache,
+    common_prefix,
+    empty_cache,
+    join,
+    plan_prefill,
+    prefill,
+)
 from parallel_synthesis.model.lanes import quiet_attach, run_base
 from parallel_synthesis.model.loss import target_loss
 from parallel_synthesis.model.mapper import CacheMapper
-from parallel_synthesis.model.tokens import BranchTokens, RowTokens
+from parallel_synthesis.model.tokens import RowTokens
+from parallel_synthesis.model.workers import WorkedRow, end_tokens, work
 
 ADAPTER = "default"
 
@@ -78,6 +87,14 @@ class Synthesizer:
             parameter.requires_grad_(components != "mapper_only")
         return [(name, part) for name, part in (*mapper, *lora) if part.requires_grad]
 
+    def work(
+        self, row: RowTokens, workers: WorkersConfig, *, generator: torch.Generator | None = None
+    ) -> WorkedRow:
+        """The row with the branches that its workers generate, without the LoRA; see model/workers.py."""
+        worked = work(self.backbone, row, workers, ends=end_tokens(self.backbone), generator=generator)
+        self.forwards += worked.forwards
+        return worked
+
     def loss(self, row: RowTokens, *, with_branches: bool = True, train: bool = True) -> tuple[Tensor, int]:
         """Sum of the target cross-entropy (scalar, fp32, differentiable) and the number of target tokens.
 
@@ -97,20 +114,23 @@ class Synthesizer:
 
     def _live_hidden(self, row: RowTokens, *, with_branches: bool) -> Tensor:
         """Final hidden states [live, hidden] of the live sequence behind the joined cache."""
-        branches = row.branches if with_branches else ()
-        offset = max((branch.kept for branch in branches), default=0)
+        used = with_branches and bool(row.branches)
+        offset = row.offset if used else 0
         device = self.backbone.device
         ids = torch.tensor([row.live], device=device)
         positions = torch.arange(offset, offset + len(row.live), device=device)[None]
-        cache = self._joined(branches) if branches else empty_cache(self.backbone.layers)
+        cache = self._joined(row) if used else empty_cache(self.backbone.layers)
         self.forwards += 1
         return run_base(self._base, ids, positions, cache)[0]
 
-    def _joined(self, branches: tuple[BranchTokens, ...]) -> Any:
-        plan = plan_prefill([len(branch.ids) for branch in branches], common_prefix(branches))
-        self.forwards += plan.forwards
-        caches = prefill(self.backbone.base, branches, plan)
+    def _joined(self, row: RowTokens) -> Any:
+        caches = row.caches if isinstance(row, WorkedRow) else self._prefilled(row)
         return join(caches, self.mapper([cache.kept for cache in caches], self.backbone.layers))
+
+    def _prefilled(self, row: RowTokens) -> Sequence[BranchCache]:
+        plan = plan_prefill([len(branch.ids) for branch in row.branches], common_prefix(row.branches))
+        self.forwards += plan.forwards
+        return prefill(self.backbone.base, row.branches, plan)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The tensors of adapter_model.safetensors under PEFT's names: fp32 LoRA weights.

@@ -12,6 +12,12 @@ from parallel_synthesis.model.source import find_source
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 PLAIN_SYSTEM = "You are a helpful assistant."
 THINK = "<think>"
+# What a worker of the parallel_kv route is asked, in front of the row's query (as user message). Fixed: another
+# wording is another run.
+WORKER_PROMPT = (
+    "You are one of several workers who work on the same request independently. Write down what you know and "
+    "what follows from it, so that the one who answers can use your notes."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +35,22 @@ class BranchTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTokens:
-    """One training row in tokens. All counts that the guards need follow from it, without a forward."""
+    """One training row in tokens. All counts that the guards need follow from it, without a forward.
+
+    worker_prompt: what every worker of the parallel_kv route reads; such a row has no branches until the workers
+    have generated them (model/workers.py). Empty in the fixed route.
+    """
 
     branches: tuple[BranchTokens, ...]
     live: tuple[int, ...]
     target_start: int
+    worker_prompt: tuple[int, ...] = ()
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens the branches prefill, each branch counted whole."""
+        """Tokens the branches run through the backbone: each branch counted whole, a worker prompt only once."""
+        if self.worker_prompt:
+            return len(self.worker_prompt) + self.past
         return sum(len(branch.ids) for branch in self.branches)
 
     @property
@@ -124,6 +137,12 @@ def tokenize_row(
             "expected one or more: check the tokenizer and the row's answer"
         )
     return RowTokens(branches=branches, live=live, target_start=target_start)
+
+
+def tokenize_worker_prompt(tokenizer: Any, *, query: str, system: str) -> tuple[int, ...]:
+    """What a worker reads: the query under WORKER_PROMPT, in the chat template, up to where it begins to write."""
+    asked = f"{WORKER_PROMPT}\n\n{query}"
+    return _ids(tokenizer, render_prompt(tokenizer, query=asked, system=system, think=False))
 
 
 def _branch(tokenizer: Any, number: int, context: str, extract: str) -> BranchTokens:

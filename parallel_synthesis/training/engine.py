@@ -11,18 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_synthesis.config import Config
+from parallel_synthesis.config import Config, WorkersConfig
 from parallel_synthesis.data.index import RowFile, open_rows
 from parallel_synthesis.data.order import Order
 from parallel_synthesis.data.rows import Row
 from parallel_synthesis.data.tasks import find_task, task_path
-from parallel_synthesis.errors import CheckpointError, RefusedError
+from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.model.backbone import Backbone, load_backbone
 from parallel_synthesis.model.synthesizer import Synthesizer
-from parallel_synthesis.model.tokens import RowTokens, system_message, tokenize_row
+from parallel_synthesis.model.tokens import (
+    RowTokens,
+    system_message,
+    tokenize_row,
+    tokenize_worker_prompt,
+)
 from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
 from parallel_synthesis.training.device import choose_device, prepare_device
 from parallel_synthesis.training.evaluate import HeldOut
+from parallel_synthesis.training.guards import before_generation
 from parallel_synthesis.training.prepare import Preparer
 from parallel_synthesis.training.progress import Progress
 from parallel_synthesis.training.ranks import Processes, World
@@ -34,9 +40,10 @@ ADAM_COPIES = 3  # a trained weight is saved once itself and twice as AdamW's mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One process's view of a run that is ready to step."""
+    """One process's view of a run that is ready to step. workers: those of parallel_kv, None in the fixed route."""
 
     config: Config
+    workers: WorkersConfig | None
     processes: Processes
     device: torch.device
     files: Mapping[str, RowFile]
@@ -82,11 +89,7 @@ class Engine:
 
 
 def open_processes(config: Config) -> tuple[Processes, torch.device]:
-    """Device, deterministic algorithms and process group; refuses what this version can not run."""
-    if config.run.method != "fixed_parallel_kv":
-        raise RefusedError(
-            f'run.method = "{config.run.method}" is not in this version; use run.method = "fixed_parallel_kv"'
-        )
+    """Device, deterministic algorithms and process group."""
     world = World.from_environment()
     device = choose_device(config.backbone, local_index=world.local_index)
     prepare_device(config.backbone, device)
@@ -109,7 +112,8 @@ def build_engine(config: Config, processes: Processes, device: torch.device) -> 
 
     backbone = load_backbone(config.backbone, device=str(device))
     synthesizer = Synthesizer(backbone, mapper=config.mapper, lora=config.lora, seed=config.run.seed)
-    tokenize = row_tokenizer(backbone, think=config.workers.think)
+    workers = config.workers if config.run.method == "parallel_kv" else None
+    tokenize = row_tokenizer(backbone, think=config.workers.think, generated=workers is not None)
     parameters = synthesizer.parameters(config.run.components)
     optimizer = torch.optim.AdamW(
         [parameter for _, parameter in parameters],
@@ -119,12 +123,17 @@ def build_engine(config: Config, processes: Processes, device: torch.device) -> 
     streams = RankStreams(processes.mine, seed=config.run.seed, device=device)
     return Engine(
         config=config,
+        workers=workers,
         processes=processes,
         device=device,
         files=files,
         held_out=_read_held_out(config, processes, tokenize),
         preparer=Preparer(
-            order=order, files=files, tokenize=tokenize, guards=config.guards, ranks=processes.mine
+            order=order,
+            files=files,
+            tokenize=tokenize,
+            guards=config.guards if workers is None else before_generation(config.guards),
+            ranks=processes.mine,
         ),
         backbone=backbone,
         synthesizer=synthesizer,
@@ -171,20 +180,29 @@ def open_files(
     return opened
 
 
-def row_tokenizer(backbone: Backbone, *, think: bool) -> Callable[[Row], RowTokens]:
-    """A row -> its tokens, under the backbone's tokenizer and system message."""
+def row_tokenizer(
+    backbone: Backbone, *, think: bool, generated: bool = False
+) -> Callable[[Row], RowTokens]:
+    """A row -> its tokens, under the backbone's tokenizer and system message.
+
+    generated: the workers will generate the branches; the row's contexts are not read, its query is.
+    """
     system = system_message(backbone.name)
 
     def tokenize(row: Row) -> RowTokens:
-        return tokenize_row(
+        tokens = tokenize_row(
             backbone.tokenizer,
             query=row.query,
             target=row.target,
-            contexts=row.contexts,
-            extracts=row.extracts,
+            contexts=() if generated else row.contexts,
+            extracts=() if generated else row.extracts,
             system=system,
             think=think,
         )
+        if not generated:
+            return tokens
+        prompt = tokenize_worker_prompt(backbone.tokenizer, query=row.query, system=system)
+        return dataclasses.replace(tokens, worker_prompt=prompt)
 
     return tokenize
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_synthesis.config import WorkersConfig
 from parallel_synthesis.data.index import RowFile
 from parallel_synthesis.data.rows import Row
 from parallel_synthesis.model.synthesizer import Synthesizer
@@ -41,9 +42,12 @@ def evaluate(
     when: str,
     step: int,
     with_branches: bool,
+    workers: WorkersConfig | None = None,
 ) -> Evaluation:
     """Mean nats per target token over the held-out rows; each process takes every size-th row.
 
+    workers: they generate a row's branches first, from streams seeded by its number alone, so that every
+    evaluation sees the same; a row whose workers all generate nothing is read without branches.
     Sums are taken in row order after the exchange, so the result does not depend on the number of processes.
     """
     started = time.monotonic()
@@ -51,7 +55,10 @@ def evaluate(
     mine = {}
     with torch.no_grad():
         for number in range(world.index, len(held_out.rows), world.size):
-            summed, _ = synthesizer.loss(held_out.rows[number][1], with_branches=with_branches, train=False)
+            row = held_out.rows[number][1]
+            if workers is not None and with_branches:
+                row = synthesizer.work(row, workers, generator=torch.Generator().manual_seed(number))
+            summed, _ = synthesizer.loss(row, with_branches=with_branches, train=False)
             mine[number] = float(summed)
     losses: dict[int, float] = {}
     for part in processes.exchange(mine):

@@ -44,6 +44,7 @@ class StepDigest:
 class StepRecord:
     """One global step. `loss` is nan and `skips` is not empty for a step without an update.
 
+    generated_tokens, dropped_workers: of the parallel_kv route's workers, None in the fixed route.
     seconds: wall time of the step; memory_gib: peak allocated CUDA memory, else peak RSS, of the first process.
     """
 
@@ -60,6 +61,8 @@ class StepRecord:
     memory_gib: float
     gradient_norm: float
     digest: StepDigest
+    generated_tokens: int | None = None
+    dropped_workers: int | None = None
 
     @property
     def task(self) -> str:

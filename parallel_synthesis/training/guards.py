@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,12 +11,16 @@ from parallel_synthesis.config import OFF, GuardsConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Token counts of one row. past = kept tokens over its branches; live = prompt + target."""
+    """Token counts of one row. past = kept tokens over its branches; live = prompt + target.
+
+    dropped: workers of the parallel_kv route that generated nothing and so left no branch.
+    """
 
     prefill: int
     past: int
     live: int
     target: int
+    dropped: int = 0
 
     @property
     def attention_area(self) -> int:
@@ -63,3 +68,21 @@ def check(rows: Iterable[RowCounts], guards: GuardsConfig) -> Skip | None:
                 reason=reason, numbers=f"{quantity}={count}/{limit}", message=f"guards.{quantity} exceeded"
             )
     return None
+
+
+def before_generation(guards: GuardsConfig) -> GuardsConfig:
+    """Of the guards, what parallel_kv checks before its workers generate: the live sequence is known, the past is not."""
+    return dataclasses.replace(guards, prefill_tokens=OFF, attention_area=OFF, total_tokens=OFF)
+
+
+def check_generated(rows: Iterable[RowCounts], guards: GuardsConfig) -> Skip | None:
+    """What parallel_kv checks after generation: each row has a branch, then area and total of the longest row."""
+    rows = tuple(rows)
+    silent = [row for row in rows if row.past == 0]
+    if silent:
+        return Skip(
+            reason="workers_generated_nothing",
+            numbers=f"workers_dropped={sum(row.dropped for row in silent)}",
+            message=f"every worker of {len(silent)} of {len(rows)} rows ended at its first token",
+        )
+    return check(rows, dataclasses.replace(guards, prefill_tokens=OFF, live_tokens=OFF))

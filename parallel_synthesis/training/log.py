@@ -6,6 +6,8 @@ The first fields of a record are those of the reference implementation (formats.
     rank_grad  per rank, the digest of its gradient                  16 hex digits;...
     rank_rng   per rank, the digest of its random streams before it  16 hex digits;...
     grad       the digest of the reduced gradient                    16 hex digits
+Of a run whose workers generate (parallel_kv), before these:
+    generated_tokens, workers_dropped   over all ranks; 0 when a guard skipped before generation
 Readers take the last attempt of a step; a `[resume] attempt=k from_step=s` line begins an attempt.
 """
 
@@ -69,6 +71,11 @@ class LogWriter:
             f"live_tokens={record.live_tokens}",
             f"memory_gib={record.memory_gib:.3f}",
         ]
+        if record.generated_tokens is not None:
+            fields += [
+                f"generated_tokens={record.generated_tokens}",
+                f"workers_dropped={record.dropped_workers}",
+            ]
         if not record.skipped:
             fields.append(f"grad_norm={record.gradient_norm:.6g}")
         fields += _digest_fields(record.digest)

@@ -14,7 +14,7 @@ from parallel_synthesis.training.device import cuda_memory_gib, memory_gib
 from parallel_synthesis.training.evaluate import evaluate
 from parallel_synthesis.training.events import Observer, RankBatch, StepDigest, StepRecord, TrainResult
 from parallel_synthesis.training.guards import Skip
-from parallel_synthesis.training.prepare import PreparedStep
+from parallel_synthesis.training.prepare import PreparedStep, with_generated
 from parallel_synthesis.training.progress import perplexity
 from parallel_synthesis.training.ranks import fail_together
 from parallel_synthesis.training.repeats import step_ranges
@@ -148,11 +148,20 @@ def _check_repeat(run: Run, record: StepRecord) -> None:
 
 def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end: float) -> StepRecord:
     """Skips on every process what a guard skips on any; else computes and, when all is finite, updates."""
+    workers = run.engine.workers
     batches = tuple(batch for notice in notices for batch in notice.batches)
-    skips = {batch.rank: batch.skip for batch in batches if batch.skip is not None}
+    skips = _guarded(batches)
+    rows = prepared.tokens
+    if not skips and workers is not None:
+        rows = run.engine.stepper.generate(rows, workers)
+        mine = with_generated(
+            prepared.batches, rows, workers=workers.count, guards=run.engine.config.guards
+        )
+        batches = tuple(batch for part in run.engine.processes.exchange(mine) for batch in part)
+        skips = _guarded(batches)
     outcome: StepOutcome | None = None
     if not skips:
-        outcome = run.engine.stepper.compute(prepared.tokens)
+        outcome = run.engine.stepper.compute(rows)
         skips = _non_finite(outcome, batches)
         if skips and run.engine.config.log.on_nonfinite == "stop":
             _stop_non_finite(run, prepared.step, skips)
@@ -173,6 +182,8 @@ def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end
         target_tokens=sum(targets),
         prefill_tokens=sum(count.prefill for count in counts),
         live_tokens=sum(count.live for count in counts),
+        generated_tokens=None if workers is None else sum(count.past for count in counts),
+        dropped_workers=None if workers is None else sum(count.dropped for count in counts),
         seconds=time.monotonic() - last_end,
         memory_gib=memory_gib(run.engine.device),
         gradient_norm=outcome.norm if outcome is not None else math.nan,
@@ -184,6 +195,11 @@ def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end
             reduced=outcome.reduced if outcome is not None else "",
         ),
     )
+
+
+def _guarded(batches: Sequence[RankBatch]) -> dict[int, Skip]:
+    """Logical rank -> its skip: one stops the step on all."""
+    return {batch.rank: batch.skip for batch in batches if batch.skip is not None}
 
 
 def _non_finite(outcome: StepOutcome, batches: Sequence[RankBatch]) -> dict[int, Skip]:
@@ -241,6 +257,7 @@ def _evaluate(run: Run, kinds: Sequence[tuple[str, bool]]) -> None:
             when=when,
             step=engine.progress.step,
             with_branches=with_branches,
+            workers=engine.workers,
         )
         run.observer.evaluated(evaluation)
         run.evaluations.append(evaluation)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from parallel_synthesis.data.order import Epoch, Order
 from parallel_synthesis.data.rows import Row
 from parallel_synthesis.model.tokens import RowTokens
 from parallel_synthesis.training.events import RankBatch
-from parallel_synthesis.training.guards import RowCounts, check
+from parallel_synthesis.training.guards import RowCounts, check, check_generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,27 @@ class Preparer:
         return PreparedStep(step=step, epoch_index=epoch_index, batches=tuple(batches), tokens=tokens)
 
 
-def count(row: RowTokens) -> RowCounts:
-    """What the guards look at."""
+def count(row: RowTokens, *, workers: int = 0) -> RowCounts:
+    """What the guards look at. workers: how many have generated the row's branches."""
     return RowCounts(
-        prefill=row.prefill_tokens, past=row.past, live=row.live_tokens, target=row.target_tokens
+        prefill=row.prefill_tokens,
+        past=row.past,
+        live=row.live_tokens,
+        target=row.target_tokens,
+        dropped=max(0, workers - len(row.branches)),
     )
+
+
+def with_generated(
+    batches: Iterable[RankBatch],
+    rows: Mapping[int, Sequence[RowTokens]],
+    *,
+    workers: int,
+    guards: GuardsConfig,
+) -> tuple[RankBatch, ...]:
+    """The batches with the counts, and the skip, that their rows have once the workers have generated."""
+    judged = []
+    for batch in batches:
+        counts = tuple(count(row, workers=workers) for row in rows[batch.rank])
+        judged.append(dataclasses.replace(batch, counts=counts, skip=check_generated(counts, guards)))
+    return tuple(judged)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from parallel_synthesis.config import WorkersConfig
 from parallel_synthesis.model.synthesizer import Synthesizer
 from parallel_synthesis.model.tokens import RowTokens
 from parallel_synthesis.training.ranks import Processes
@@ -80,6 +81,16 @@ class Stepper:
             with self._streams.active(rank):
                 self._rank_gradient(batches[rank], self._flat[place])
         return self._reduce()
+
+    def generate(
+        self, batches: Mapping[int, Sequence[RowTokens]], workers: WorkersConfig
+    ) -> dict[int, tuple[RowTokens, ...]]:
+        """The rows of the ranks carried here with the branches their workers generate, from the ranks' streams."""
+        worked = {}
+        for rank in self._processes.mine:
+            with self._streams.active(rank):
+                worked[rank] = tuple(self._synthesizer.work(row, workers) for row in batches[rank])
+        return worked
 
     def update(self) -> None:
         """Lets the optimizer use the reduced gradient of the last `compute`."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from parallel_synthesis.config import Config
-from parallel_synthesis.errors import ConfigError, DataError, RefusedError
+from parallel_synthesis.errors import ConfigError, DataError
 from parallel_synthesis.recipe import Resolved, list_recipes, load_recipe
 from pscli import running
 from pscli.context import Call
@@ -144,11 +144,6 @@ def _refuse_early(resolved: Resolved, out: Path, *, recipe: str, init: str | Non
     from parallel_synthesis.checkpoint.layout import RunPaths, find_components
     from parallel_synthesis.training.plan import missing_inputs, refuse_existing
 
-    if resolved.config.run.method != "fixed_parallel_kv":
-        raise RefusedError(
-            f'run.method = "{resolved.config.run.method}" is not in this version; '
-            'use run.method = "fixed_parallel_kv"'
-        )
     rank = os.environ.get("RANK") or "0"
     if not overwrite and rank == "0":  # another rank may look when rank 0 has made it already
         refuse_existing(RunPaths(out))

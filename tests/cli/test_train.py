@@ -133,13 +133,6 @@ def test_a_run_that_exists_is_refused_with_the_command_to_use(ps, tmp_path, smal
         assert "--overwrite" in done.stderr
 
 
-def test_what_is_not_in_this_version_is_refused(ps, small):
-    done = ps("train", str(small), "--set", "run.method=parallel_kv")
-    assert done.returncode == 2
-    assert "parallel_kv" in done.stderr
-    assert "not in this version" in done.stderr
-
-
 def test_an_init_that_is_no_checkpoint_is_refused(ps, small):
     done = ps("train", str(small), "--init", "no/such/run")
     assert done.returncode == 2
