@@ -87,7 +87,9 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
     prefill_tokens: int = _f(
-        OFF, "skip a step whose branches prefill more, summed over the batch (-1 = off)", "tokens"
+        OFF,
+        "skip a step whose branches prefill more, summed over the batch (-1 = off; fixed_parallel_kv only)",
+        "tokens",
     )
     live_tokens: int = _f(OFF, "skip a step with a longer live sequence (-1 = off)", "tokens")
     attention_area: int = _f(OFF, "skip a step with larger live * (past + live) (-1 = off)", "tokens squared")
@@ -118,6 +120,11 @@ class CheckpointConfig:
         (), "global steps kept for ever, saved even when skipped", "global steps"
     )
     background: bool = _f(True, "write, hash and fsync in a background writer")
+    embeddings: Literal["keep", "drop"] = _f(
+        "keep",
+        "embeddings that the adapter of --init carries: write them into every checkpoint, or leave them out "
+        "(ps snapshot --export puts them back)",
+    )
     shutdown_timeout: int = _f(600, "how long torchrun waits for the save after a signal", "seconds")
 
 

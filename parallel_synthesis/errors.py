@@ -6,6 +6,7 @@ ParallelSynthesisError
 │   ├── DataError           a data file, a row or a task name
 │   ├── BackboneError       a model or tokenizer this method cannot use exactly
 │   ├── CheckpointError     not a checkpoint, or not one that fits this run
+│   │   └── ManifestError   a manifest that can not be read; carries every problem found
 │   └── RunExistsError      the output directory already holds a run
 ├── CheckFailedError        the work was done and a check said no                 (exit 1)
 │   ├── DivergenceError     replicas or repeated steps are not bit-identical
@@ -50,6 +51,14 @@ class BackboneError(RefusedError):
 
 class CheckpointError(RefusedError):
     """The directory is not a checkpoint, or does not belong to this run."""
+
+
+class ManifestError(CheckpointError):
+    """A manifest is malformed, so nothing can be judged by it; all its problems together."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
 
 
 class RunExistsError(RefusedError):

@@ -19,6 +19,7 @@ from parallel_synthesis.errors import (
     StoppedError,
 )
 from pscli import system_ps
+from pscli.commands.merge import merge
 from pscli.commands.resume import resume
 from pscli.commands.snapshot import snapshot
 from pscli.commands.train import train
@@ -96,6 +97,7 @@ def main(
 app.command("train", epilog="Everything after `--` is passed to torchrun.")(_interruptible(train))
 app.command("resume", epilog="Everything after `--` is passed to torchrun.")(_interruptible(resume))
 app.command("snapshot")(_interruptible(snapshot))
+app.command("merge")(_interruptible(merge))
 app.command("verify")(_interruptible(verify))
 
 

@@ -114,6 +114,11 @@ def ending(resolved: Resolved, result: TrainResult) -> str:
         f"{result.skipped_steps:,} skipped, mean loss {result.loss:.4f}, {duration(result.seconds)}"
     ]
     lines += [f"  skipped {count:,}: {reason}" for reason, count in result.skips_by_reason.items()]
+    if result.generated:
+        tokens, dropped = result.generated["tokens"], result.generated["workers_dropped"]
+        lines.append(
+            f"  workers generated {tokens:,} tokens; {dropped:,} workers wrote nothing and were dropped"
+        )
     if result.evaluations:
         lines += ["", _evaluations(resolved, result)]
     lines += ["", "made"]

@@ -106,7 +106,7 @@ def toml_recipe(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_tiny_recipe(directory: Path, backbone: Path, **sections: Mapping[str, Any]) -> Path:
+def write_tiny_recipe(directory: Path, backbone: Path, /, **sections: Mapping[str, Any]) -> Path:
     """tiny.toml over two seeded tasks; 4 logical ranks, 5 steps an epoch. sections: run={...}, guards={...}"""
     write_rows(directory / "first.jsonl", 13, seed=1)
     write_rows(directory / "second.jsonl", 9, seed=2)
@@ -182,6 +182,8 @@ def fork_server() -> Iterator[subprocess.Popen[str]]:
     assert server.stdin is not None
     server.stdin.close()
     server.wait(timeout=30)
+    assert server.stdout is not None
+    server.stdout.close()
 
 
 @pytest.fixture
@@ -261,3 +263,80 @@ def process_environment(cache: Path) -> dict[str, str]:
         "PARALLEL_SYNTHESIS_CACHE": str(cache / "cache"),
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture(scope="session")
+def lora_checkpoint() -> Callable[..., Path]:
+    """lora_checkpoint(directory, seed=1, r=4, ...): a small component checkpoint, see write_lora_checkpoint."""
+    return write_lora_checkpoint
+
+
+def write_lora_checkpoint(
+    directory: Path,
+    *,
+    seed: int,
+    r: int = 4,
+    alpha: int = 8,
+    dtype: str = "float32",
+    modules: Mapping[str, tuple[int, int]] | None = None,
+    embeddings: Mapping[str, Any] | None = None,
+    hidden: int = 32,
+    step: int = 7,
+    meta: bool = True,
+    **config: Any,
+) -> Path:
+    """Mapper, configs and an adapter of seeded LoRA factors as the reference implementation writes them: no manifest.
+
+    modules: PEFT's module name -> (inputs, outputs). embeddings: further tensors. config: over adapter_config.json.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    sizes = modules or {
+        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj": (24, 24 if part == "q" else 8)
+        for layer in range(3)
+        for part in "qv"
+    }
+    state = {}
+    for module, (inputs, outputs) in sizes.items():
+        for side, shape in (("A", (r, inputs)), ("B", (outputs, r))):
+            tensor = torch.randn(shape, generator=generator) / r
+            state[f"{module}.lora_{side}.weight"] = tensor.to(getattr(torch, dtype))
+    state |= dict(embeddings or {})
+    (directory / "judger_lora").mkdir(parents=True)
+    save_file(state, directory / "judger_lora" / "adapter_model.safetensors")
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny/base",
+        "revision": None,
+        "r": r,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({module.rpartition(".")[2] for module in sizes}),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (directory / "judger_lora" / "adapter_config.json").write_text(json.dumps(content | config, indent=1))
+    mapper = {
+        "net.0.weight": torch.randn((hidden, 3), generator=generator),
+        "net.0.bias": torch.randn((hidden,), generator=generator),
+        "net.2.weight": torch.randn((4, hidden), generator=generator),
+        "net.2.bias": torch.randn((4,), generator=generator),
+    }
+    torch.save(mapper, directory / "cache_mapper.pt")
+    if meta:
+        described = {"global_step": step, "epoch": 1, "source_run_dir": None, "metrics": None}
+        (directory / "checkpoint_meta.json").write_text(json.dumps(described))
+        (directory / "cache_mapper_config.json").write_text(
+            json.dumps({"hidden_dim": hidden, "metadata_features": "both"})
+        )
+    return directory

@@ -11,8 +11,9 @@ The demo's world: people have family names, and families live in cities. A few s
 facts, and every question needs two facts that stand in different lists.
 
 Why a small backbone can learn it: it is pretrained as an ordinary causal LM on plain text (lists, then "Question:"
-and "Answer:" lines, all in one sequence), which teaches it to find facts in its context. It has never seen the chat
-format, nor lists that were encoded apart from each other at overlapping positions; that is left to the trainer.
+and "Answer:" lines, all in one sequence) from a start in which one look-up circuit is laid out (start_with_lookup).
+So it finds facts in its context, but has never seen the chat format, nor lists that were encoded apart from each other
+at overlapping positions; that is left to the trainer.
 """
 
 import argparse
@@ -28,9 +29,9 @@ HERE = Path(__file__).resolve().parent
 DATA, BACKBONE, MANIFEST = HERE / "data", HERE / "backbone", HERE / "manifest.json"
 
 SEED = 20260614
-TRAIN_ROWS, HELDOUT_ROWS = 480, 64  # per task
-STEPS, BATCH, PEAK_LR, WARMUP = 1500, 16, 4e-3, 100  # pretraining
-INIT_STD, ROPE_THETA = 0.08, 100.0
+TRAIN_ROWS, HELDOUT_ROWS = 800, 64  # per task
+STEPS, BATCH, PEAK_LR, WARMUP = 500, 16, 2e-3, 50  # pretraining
+INIT_STD, ROPE_THETA = 0.08, 1e6
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 3, 128, 256, 4, 2, 32
 VOCAB_LIMIT, MAX_POSITIONS, THREADS = 1024, 1024, 1
 
@@ -68,26 +69,21 @@ class World:
         return [("family", p) for p in self.people], [("city", family) for family in families]
 
     def state(self, kind, of):
-        """A fact in words. The value stands right after the word it belongs to: the pattern that a small model learns
-        to look up first. (With a verb between them, as in "Ann has figs", 2 M tokens of pretraining did not do.)"""
+        """A fact in words. The value stands right after its key: the pattern that a small model looks up most easily."""
         return f"{of} {self.family[of] if kind == 'family' else self.city[of]}"
 
 
 def ask(world, task, a, b):
     """Question, answer, and the two facts needed. The answer states both facts in the words of the lists."""
-    if task == "demo_hop":
-        needed = ("family", a), ("city", world.family[a])
-        first, second = (world.state(*fact) for fact in needed)
-        return f"Which city is {a} from?", f"{first}, {second}.", needed
-    needed = ("family", a), ("family", b)
+    hop = task == "demo_hop"
+    needed = ("family", a), ("city", world.family[a]) if hop else ("family", b)
     first, second = (world.state(*fact) for fact in needed)
-    if task == "demo_pair":
-        return f"What are the family names of {a} and {b}?", f"{first} and {second}.", needed
-    verdict = "yes" if world.family[a] == world.family[b] else "no"
-    return f"Are {a} and {b} of the same family?", f"{first} and {second}, so {verdict}.", needed
+    if hop:
+        return f"Which city is {a} from?", f"Answer: {first}, {second}.", needed
+    return f"What are the family names of {a} and {b}?", f"Answer: {first} and {second}.", needed
 
 
-TASKS = ("demo_pair", "demo_hop", "demo_same")
+TASKS = ("demo_pair", "demo_hop")
 
 
 def report(rng, world, facts):
@@ -107,7 +103,7 @@ def report(rng, world, facts):
 def is_heldout(task, world, a, b):
     """The split, by combinations: a held-out row never asks for a combination that a training row asks for.
 
-    pair and same: the two people asked about. hop: the chain of person, family and city."""
+    pair: the two people asked about. hop: the chain of person, family and city."""
     if task == "demo_hop":
         family = world.family[a]
         return (NAMES.index(a) + FAMILIES.index(family) + CITIES.index(world.city[family])) % 4 == 0
@@ -118,10 +114,6 @@ def make_row(rng, task, heldout, number):
     while True:
         world = World(rng, people=rng.randint(4, 6))
         a, b = world.people[:2]
-        if task == "demo_same":
-            # Exactly half of the rows are "yes"; the other half has two different families.
-            other = [family for family in FAMILIES if family != world.family[a]]
-            world.family[b] = world.family[a] if number % 2 == 0 else rng.choice(other)
         if is_heldout(task, world, a, b) == heldout:
             break
     question, answer, needed = ask(world, task, a, b)
@@ -146,9 +138,8 @@ def make_row(rng, task, heldout, number):
     }
     if task == "demo_pair" and number % 2 == 1:
         # As in a tool history: all branches share what went before, and only their own end is kept.
-        prefix = (
-            "The helper " + ", ".join(rng.sample(CHORES, 3)) + f" and writes a list on {rng.choice(DAYS)}."
-        )
+        chores = ", ".join(rng.sample(CHORES, 3))
+        prefix = f"The helper {chores} and writes a list on {rng.choice(DAYS)}."
         row["agent_extract_contexts"] = texts
         row["agent_reference_contexts"] = [f"{prefix} {text}" for text in texts]
     return row
@@ -158,13 +149,10 @@ def make_data():
     DATA.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         for split, rows in (("train", TRAIN_ROWS), ("heldout", HELDOUT_ROWS)):
-            rng = random.Random(
-                f"{SEED} {task} {split}"
-            )  # a text seed is hashed the same way on every machine
-            lines = [
-                json.dumps(make_row(rng, task, split == "heldout", number)) + "\n" for number in range(rows)
-            ]
-            (DATA / f"{task}.{split}.jsonl").write_bytes("".join(lines).encode())
+            rng = random.Random(f"{SEED} {task} {split}")  # a text seeds alike on every machine
+            made = [make_row(rng, task, split == "heldout", number) for number in range(rows)]
+            text = "".join(json.dumps(row) + "\n" for row in made)
+            (DATA / f"{task}.{split}.jsonl").write_bytes(text.encode())
 
 
 def branch_blind_nats(task):
@@ -173,15 +161,12 @@ def branch_blind_nats(task):
     The generator draws what the query does not give uniformly from a set whose size is known here; so the entropy is
     exact, and by Gibbs' inequality no reader of the query alone, whatever it knows about the generator and the split,
     has a lower expected cross-entropy. All other tokens of the answer follow from the query and those words.
-    pair: two family names, independent. hop: (family, city) such that the chain is a held-out one.
-    same: "yes" or "no" with probability 1/2 each; one family, or two that differ."""
+    pair: two family names, independent. hop: a family and a city such that the chain is a held-out one; the sum rule
+    of the split leaves a quarter of the cities for every person and family."""
     if task == "demo_pair":
         return 2 * math.log(len(FAMILIES))
-    if task == "demo_hop":
-        # The sum rule of the split leaves a quarter of the cities for every person and family.
-        assert len(CITIES) % 4 == 0
-        return math.log(len(FAMILIES) * len(CITIES) // 4)
-    return math.log(2) + math.log(len(FAMILIES)) + 0.5 * math.log(len(FAMILIES) - 1)
+    assert len(CITIES) % 4 == 0
+    return math.log(len(FAMILIES) * len(CITIES) // 4)
 
 
 # ---- tokenizer -------------------------------------------------------------------------------------------------------
@@ -193,14 +178,12 @@ def make_tokenizer():
 
     words = NAMES + FAMILIES + CITIES + DAYS
     sentences = [
-        "You are a helpful assistant.", "system\nuser\nassistant\n", "Question: Answer: Guests on Addresses on yes no, so",
-        "What are the family names of them and them? Which city is she from? Are they of the same family?",
+        "You are a helpful assistant.", "system\nuser\nassistant\n", "Question: Answer: Guests on Addresses on",
+        "What are the family names of them and them? Which city is she from?",
         "The helper and writes a list on", *CHORES,
     ]  # fmt: skip
-    corpus = (
-        [text for word in words for text in (word, f" {word}")] + sentences + [f" {s}" for s in sentences]
-    )
-    corpus += [f" {word}" for sentence in sentences for word in sentence.split()]
+    corpus = [text for word in words + sentences for text in (word, f" {word}")]
+    corpus += [text for sentence in sentences for word in sentence.split() for text in (word, f" {word}")]
     tokenizer = Tokenizer(models.BPE())
     # The pre-tokenizer of Qwen: line ends join up, so that "assistant\n" + "\n" is tokenised as in its chat format.
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -234,7 +217,7 @@ def make_tokenizer():
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    for word in words:
+    for word in [*words, "Answer", "Question"]:
         for text in (word, f" {word}"):
             assert len(tokenizer.encode(text).ids) == 1, f"{text!r} is not one token: raise VOCAB_LIMIT"
     return tokenizer
@@ -244,14 +227,12 @@ def make_tokenizer():
 
 
 def pretraining_text(rng, ease):
-    """One training sequence in two parts: some reports; a report that states their facts again, then questions.
+    """One training sequence: some lists, a list that states their facts again, then questions with answers.
 
-    The restatement teaches looking up most cheaply: one fact to find for every four or five tokens of text. ease goes
+    The restatement teaches looking up most cheaply: one fact to find for every three tokens of text. ease goes
     from 1 (few facts) to 0 (as many as in the data)."""
-    easy = ease > 0.4
+    easy = ease > 0.8
     world = World(rng, people=3 if easy else rng.randint(3, 6))
-    if rng.random() < 0.5:
-        world.family[world.people[1]] = world.family[world.people[0]]
     facts = sum(rng.sample(world.facts(), rng.randint(1, 2)), [])
     rng.shuffle(facts)
     lines, left = [], list(facts)
@@ -262,35 +243,53 @@ def pretraining_text(rng, ease):
     rest = [report(rng, world, rng.sample(facts, len(facts))) for _ in range(2 if easy else 1)]
     asked = []
     for a in world.people:
-        asked += [ask(world, task, a, b) for task in ("demo_pair", "demo_same") for b in world.people if b != a]
+        asked += [ask(world, "demo_pair", a, b) for b in world.people if b != a]
         asked += [ask(world, "demo_hop", a, None)] * len(world.people)
     asked = [(question, answer) for question, answer, needed in asked if set(needed) <= set(facts)]
     rng.shuffle(asked)
-    rest += [f"Question: {question}\nAnswer: {answer}" for question, answer in asked[: rng.randint(1, 3)]]
-    return "\n".join(lines), "\n" + "\n".join(rest) + "\n" + END_OF_TEXT
+    rest += [f"Question: {question}\n{answer}" for question, answer in asked[: rng.randint(1, 3)]]
+    return "\n".join([*lines, *rest]) + "\n" + END_OF_TEXT
 
 
-def look_back(model):
-    """Start two heads of the first layer at looking one and two tokens back, in place.
+def start_with_lookup(model):
+    """Initialise one look-up circuit (an induction head), in place; all other weights stay random, and all are trained.
 
-    Looking a fact up takes such a head below one that matches words; finding the first by chance is what small models
-    need most of their training for. Channel 0 of the embedding becomes a constant, which those heads' queries and keys
-    read alone; then a score depends on the distance only, and the query is the key rotated back by that distance."""
+    A head of layer 0 looks one token back and writes that token into a subspace of its own; a head of layer 1 compares
+    the current token with it and copies the token it finds. Models of this size find the circuit from a random start
+    too, but only after a long plateau on which they name any word of the right kind; from here on, minutes do."""
     import torch
 
-    pairs = 4  # of rotary frequencies: the fastest ones, which tell neighbours apart
-    attention = model.model.layers[0].self_attn
-    speed = model.model.rotary_emb.inv_freq[:pairs]
-    fast = [*range(pairs), *range(HEAD_DIM // 2, HEAD_DIM // 2 + pairs)]
+    half, fast, size = HEAD_DIM // 2, 4, 24
+    # Queries and keys turn with the distance in the fast rotary pairs, and hardly at all in the slow ones: the former
+    # can tell neighbours apart, the latter can compare words.
+    quick = [*range(fast), *range(half, half + fast)]
+    slow = [*range(half - size // 2, half), *range(HEAD_DIM - size // 2, HEAD_DIM)]
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0].T.contiguous()
+    basis[:, 0] = 0.0
+    word, previous, copied = basis[:size], basis[size : 2 * size], basis[2 * size : 2 * size + HEAD_DIM]
+    speed = model.model.rotary_emb.inv_freq[:fast]
     with torch.no_grad():
+        for layer in model.model.layers:  # what the layers add starts small, so that the words stay readable
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+        # Channel 0 of the embedding is a constant, which the looking back reads alone: its score depends on the
+        # distance only, and its query is the key rotated back by one position.
         model.model.embed_tokens.weight[:, 0] = 0.5
-        attention.q_norm.weight[fast] = 2.5
-        attention.k_proj.weight[:HEAD_DIM] = 0.0
-        attention.k_proj.weight[:pairs, 0] = 1.0
-        for head, distance in enumerate((1, 2)):  # both read key head 0: HEADS / KV_HEADS = 2
-            rows = attention.q_proj.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM]
-            rows.zero_()
-            rows[fast, 0] = torch.cat([torch.cos(distance * speed), -torch.sin(distance * speed)])
+        for attention in (first, second):
+            for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
+                weight[:HEAD_DIM] = 0.0
+        first.k_proj.weight[:fast, 0] = 1.0
+        first.q_proj.weight[quick, 0] = torch.cat([torch.cos(speed), -torch.sin(speed)])
+        first.q_norm.weight[quick] = 2.5
+        first.v_proj.weight[:size] = word
+        first.o_proj.weight[:, :HEAD_DIM] = 0.0
+        first.o_proj.weight[:, :size] = 0.2 * previous.T
+        second.q_proj.weight[slow] = word
+        second.k_proj.weight[slow] = previous
+        second.q_norm.weight.fill_(2.0)
+        second.v_proj.weight[:HEAD_DIM] = copied
+        second.o_proj.weight[:, :HEAD_DIM] = 0.4 * copied.T
 
 
 def make_backbone():
@@ -312,7 +311,7 @@ def make_backbone():
         "bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos,
     }  # fmt: skip
     model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="sdpa"))
-    look_back(model)
+    start_with_lookup(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     rng = random.Random(f"{SEED} pretraining")
     started, recent = time.perf_counter(), []
@@ -322,13 +321,11 @@ def make_backbone():
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * ramp * cosine
         texts = [pretraining_text(rng, ease=1 - step / STEPS) for _ in range(BATCH)]
-        first, rest = ([e.ids for e in tokenizer.encode_batch(part)] for part in zip(*texts, strict=True))
-        rows = list(zip(first, rest, strict=True))
-        width = max(len(x) + len(y) for x, y in rows)
-        # Facts are random when they are first stated: a loss on them would only add noise, so it begins after them.
+        rows = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+        width = max(map(len, rows))
         # Right padding is harmless under a causal mask when the padded targets do not count.
-        ids = torch.tensor([x + y + [eos] * (width - len(x) - len(y)) for x, y in rows])
-        labels = torch.tensor([[-100] * len(x) + y + [-100] * (width - len(x) - len(y)) for x, y in rows])
+        ids = torch.tensor([row + [eos] * (width - len(row)) for row in rows])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -337,10 +334,8 @@ def make_backbone():
         recent = [*recent, loss.item()][-100:]
         if (step + 1) % 100 == 0:
             passed = time.perf_counter() - started
-            print(
-                f"step {step + 1}/{STEPS} loss {sum(recent) / len(recent):.4f} {passed:.0f} s",
-                file=sys.stderr,
-            )
+            mean = sum(recent) / len(recent)
+            print(f"step {step + 1}/{STEPS} loss {mean:.4f} {passed:.0f} s", file=sys.stderr)
     # The output layer is the embedding (tied), so it is stored once.
     weights = {
         name: w.detach().contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"
@@ -352,7 +347,7 @@ def make_backbone():
         BACKBONE / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos, "do_sample": False}
     )
     return {
-        "command": "python artifacts/demo/make.py backbone", "steps": STEPS, "batch": BATCH, "peak_lr": PEAK_LR,
+        "command": "python artifacts/demo/make.py all", "steps": STEPS, "batch": BATCH, "peak_lr": PEAK_LR,
         "threads": THREADS, "parameters": sum(w.numel() for w in weights.values()),
         "final_loss": round(sum(recent) / len(recent), 4), "seconds": round(time.perf_counter() - started),
     }  # fmt: skip
@@ -397,7 +392,6 @@ def branch_blind_floor():
 DERIVATION = {
     "demo_pair": f"two independent uniform family names: 2 ln {len(FAMILIES)}",
     "demo_hop": f"{len(FAMILIES)} x {len(CITIES)} / 4 equally likely held-out (family, city) answers: ln of that",
-    "demo_same": f"ln 2 for yes or no, ln {len(FAMILIES)} for a family, ln {len(FAMILIES) - 1} for another one in half",
 }
 
 

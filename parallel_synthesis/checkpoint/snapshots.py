@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel_synthesis.checkpoint.commit import link_checkpoint, remove_checkpoint
 from parallel_synthesis.checkpoint.disk import Transfer
+from parallel_synthesis.checkpoint.embeddings import export_whole, is_incomplete
 from parallel_synthesis.checkpoint.layout import (
     CHECKPOINT_META,
     RunPaths,
@@ -75,7 +76,14 @@ def listed(run: Path) -> list[Snapshot]:
 
 
 def export(checkpoint: Path, destination: Path) -> Transfer:
-    """A plain copy that shares nothing with the run; every byte is checked on the way."""
+    """A plain copy that shares nothing with the run; every byte is checked on the way.
+
+    Embeddings that were left out of the adapter (checkpoint.embeddings = "drop") are put back; CheckpointError
+    saying which and whose they are when they can not be found.
+    """
+    if is_incomplete(checkpoint):
+        export_whole(checkpoint, destination)
+        return "copy"
     return link_checkpoint(checkpoint, destination, copy=True)
 
 

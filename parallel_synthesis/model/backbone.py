@@ -72,8 +72,13 @@ def resolve_device(device: str) -> torch.device:
     return found
 
 
-def load_backbone(config: BackboneConfig, *, device: str = "auto") -> Backbone:
+def load_backbone(
+    config: BackboneConfig, *, device: str = "auto", embedding_rows: int | None = None
+) -> Backbone:
     """The backbone of `config` on `device`, frozen and in eval mode.
+
+    embedding_rows: those of the adapter that will be loaded; a backbone that is padded to more is cut to them, so
+    that the loss is taken over the same vocabulary.
 
     A local path (directory, .gguf file, `package:PATH`) beats a Hub id and is read without any network. The
     dtype "auto" is bfloat16 on CUDA and float32 on a CPU. BackboneError for a backbone that is missing,
@@ -91,6 +96,8 @@ def load_backbone(config: BackboneConfig, *, device: str = "auto") -> Backbone:
         model = _load_model(source, model_config, dtype=dtype, attention=config.attention, device=place)
     check_model(model, source.name)
     resized_from = _fit_embedding(model, len(tokenizer))
+    if embedding_rows is not None:
+        _cut_embedding(model, embedding_rows, tokens=len(tokenizer), name=source.name)
     model.requires_grad_(False)
     model.eval()
     return Backbone(
@@ -210,6 +217,32 @@ def _fit_embedding(model: Any, tokens: int) -> int | None:
         for weight in weights.values():
             weight[rows:] = weight[:rows].mean(0, dtype=torch.float32).to(weight.dtype)
     return rows
+
+
+def _cut_embedding(model: Any, rows: int, *, tokens: int, name: str) -> None:
+    """Cuts a padded embedding and its head to `rows`; a tied pair stays one tensor, an untied one two.
+
+    Not by resize_token_embeddings, which may tie the two anew. More rows than there are: the loader of the
+    adapter compares, and refuses.
+    """
+    if rows < tokens:
+        raise BackboneError(
+            f"backbone {name}: the adapter has {rows} embedding rows, its tokenizer {tokens} tokens; "
+            "expected a row a token: use the backbone and tokenizer the adapter was trained on"
+        )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if rows >= int(embedding.weight.shape[0]):
+        return
+    weights = {id(part.weight): part.weight for part in (embedding, head)}
+    # Copies: a view would keep the whole alive.
+    cut = {key: nn.Parameter(weight.detach()[:rows].clone()) for key, weight in weights.items()}
+    for part in (embedding, head):
+        part.weight = cut[id(part.weight)]
+        if getattr(part, "bias", None) is not None:
+            part.bias = nn.Parameter(part.bias.detach()[:rows].clone())
+    embedding.num_embeddings = head.out_features = model.config.vocab_size = rows
+    if embedding.padding_idx is not None and embedding.padding_idx >= rows:
+        embedding.padding_idx = None
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,10 @@ MAPPER_FILE = "cache_mapper.pt"
 MAPPER_CONFIG_FILE = "cache_mapper_config.json"
 ADAPTER_FILE = "judger_lora/adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "judger_lora/adapter_config.json"
+META_FILE = "checkpoint_meta.json"
+EMBEDDING_ENDS = ("embed_tokens.weight", "embed_in.weight")
+HEAD_ENDS = ("lm_head.weight", "embed_out.weight")
+_ROWS_AT_ONCE = 8192  # embedding rows that are compared at once, so that no third copy of them exists
 # Variants of LoRA that change the function; the method uses none of them.
 _PLAIN = {"use_rslora": False, "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 
@@ -56,6 +60,41 @@ def embeddings(peft_model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def is_embedding(name: str) -> bool:
+    """An adapter tensor that is the backbone's own input or output embedding."""
+    return name.endswith(EMBEDDING_ENDS + HEAD_ENDS)
+
+
+def embedding_rows(directory: Path) -> int | None:
+    """Rows of the embeddings that a checkpoint's adapter carries, or that were left out of it; None without any.
+
+    CheckpointError when they disagree.
+    """
+    path, meta = directory / ADAPTER_FILE, directory / META_FILE
+    rows = set()
+    if meta.is_file():
+        left_out = _read_json(meta).get("embeddings")
+        rows |= {int(left_out["rows"])} if isinstance(left_out, Mapping) and left_out.get("rows") else set()
+    try:
+        with safe_open(path, framework="pt") as reader:
+            names = filter(is_embedding, set(reader.keys()))
+            rows |= {reader.get_slice(name).get_shape()[0] for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+    if len(rows) > 1:
+        raise CheckpointError(
+            f"{path}: embeddings of {sorted(rows)} rows; expected one number of rows: use another checkpoint"
+        )
+    return next(iter(rows), None)
+
+
+def left_out(directory: Path) -> Mapping[str, Any] | None:
+    """What checkpoint_meta.json says of embeddings that are not in the adapter: {saved, rows, tensors}."""
+    meta = directory / META_FILE
+    found = _read_json(meta).get("embeddings") if meta.is_file() else None
+    return found if isinstance(found, Mapping) and found.get("saved") is False else None
+
+
 def read_mapper(directory: Path, expected: MapperConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State dict of cache_mapper.pt, checked against the run's. A missing config file means 32 and "both"."""
     path = directory / MAPPER_CONFIG_FILE
@@ -82,10 +121,10 @@ def read_mapper(directory: Path, expected: MapperConfig, state: Mapping[str, Ten
 def read_adapter(
     directory: Path, expected: LoraConfig, state: Mapping[str, Tensor], backbone: Backbone
 ) -> dict[str, Tensor]:
-    """LoRA tensors of a checkpoint's adapter, checked against the run's own adapter `state`.
+    """All tensors of a checkpoint's adapter, the LoRA's checked against the run's own adapter `state`.
 
     Embeddings in the file (the release has them) must be the backbone's own, since they are never trained;
-    rows beyond those of the backbone's files are returned with the LoRA.
+    only rows beyond those of the backbone's files are not known there.
     """
     config_path, path = directory / ADAPTER_CONFIG_FILE, directory / ADAPTER_FILE
     _check_config(config_path, _read_json(config_path), expected)
@@ -94,8 +133,7 @@ def read_adapter(
         with safe_open(path, framework="pt") as reader:
             names = set(reader.keys())
             lora = {name for name in state if ".lora_" in name}
-            frozen = {name for name in names if name.endswith(("embed_tokens.weight", "embed_in.weight"))}
-            frozen |= {name for name in names if name.endswith(("lm_head.weight", "embed_out.weight"))}
+            frozen = {name for name in names if is_embedding(name)}
             _check_names(path, names - frozen, lora)
             for name in sorted(names):
                 tensors[name] = reader.get_tensor(name)
@@ -146,13 +184,16 @@ def _check_tensor(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def _check_frozen(path: Path, name: str, found: Tensor, backbone: Backbone) -> None:
-    ends_it = name.endswith(("embed_tokens.weight", "embed_in.weight"))
     model = backbone.model
-    own: Tensor = (model.get_input_embeddings() if ends_it else model.get_output_embeddings()).weight
+    is_input = name.endswith(EMBEDDING_ENDS)
+    own: Tensor = (model.get_input_embeddings() if is_input else model.get_output_embeddings()).weight
     files_rows = backbone.resized_from or own.shape[0]
     rows = min(files_rows, found.shape[0])
     fits = found.shape[1:] == own.shape[1:] and found.shape[0] <= own.shape[0]
-    if not fits or not torch.equal(found[:rows].to(own.dtype), own[:rows].cpu()):
+    # In the narrower of the two: a file in bf16 is that of a backbone in fp32 as far as it can say.
+    dtype = min(found.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
+    pieces = zip(*(torch.split(weight[:rows], _ROWS_AT_ONCE) for weight in (found, own)), strict=True)
+    if not fits or not all(torch.equal(one.to(dtype), other.to(dtype).cpu()) for one, other in pieces):
         raise CheckpointError(
             f"{path}: {name} {list(found.shape)} is not the embedding {list(own.shape)} of "
             f"backbone {backbone.name}; use the backbone the adapter was trained on"

@@ -15,7 +15,7 @@ from peft import TaskType, get_peft_model
 from torch import Tensor, nn
 
 from parallel_synthesis.config import Components, LoraConfig, MapperConfig, WorkersConfig
-from parallel_synthesis.errors import BackboneError
+from parallel_synthesis.errors import BackboneError, CheckpointError
 from parallel_synthesis.model import components as files
 from parallel_synthesis.model.backbone import Backbone
 from parallel_synthesis.model.branches import (
@@ -50,6 +50,10 @@ class Synthesizer:
         self.lora_config = lora
         self.mapper_config = mapper
         self.forwards = 0
+        # The embeddings of the adapter that was loaded, as its file has them: never trained, only passed on, or
+        # left out and only named.
+        self._carried: dict[str, Tensor] = {}
+        self._embeddings: dict[str, Any] | None = None
         self.peft_model = _add_lora(backbone, lora)
         _draw_lora(self.peft_model, generator)
         self.mapper = CacheMapper(mapper, generator=generator).to(backbone.device)
@@ -135,21 +139,36 @@ class Synthesizer:
     def adapter_state(self) -> dict[str, Tensor]:
         """The tensors of adapter_model.safetensors under PEFT's names: fp32 LoRA weights.
 
-        The frozen embeddings are in it only when the run resized the vocabulary: nobody else has those rows.
+        The frozen embeddings are in it when the run resized the vocabulary (nobody else has those rows), and when
+        the adapter that was loaded had them and they are carried.
         """
         state = {name: part.detach() for name, part in self.lora_parameters()}
         if self.backbone.resized_from is not None:
-            state |= files.embeddings(self.peft_model)
-        return state
+            return state | files.embeddings(self.peft_model)
+        return state | self._carried
+
+    def embeddings_record(self) -> dict[str, Any]:
+        """What a checkpoint's meta says of the embeddings it carries or leaves out: {saved, rows, tensors}; or nothing."""
+        return {} if self._embeddings is None else {"embeddings": dict(self._embeddings)}
 
     def adapter_config(self) -> dict[str, Any]:
         """Content of adapter_config.json as PEFT writes it: plain JSON types, sorted lists."""
         return files.plain_config(self.peft_model.peft_config[ADAPTER])
 
-    def load_components(self, directory: Path) -> None:
-        """Takes over a checkpoint directory's mapper and LoRA. CheckpointError names what does not fit."""
+    def load_components(self, directory: Path, *, carry: bool = True) -> None:
+        """Takes over a checkpoint directory's mapper and LoRA. CheckpointError names what does not fit.
+
+        carry: embeddings of its adapter go into `adapter_state`; they must not have been left out of it then.
+        """
+        left_out = files.left_out(directory)
+        if left_out is not None and carry:
+            raise CheckpointError(
+                f"{directory}: its adapter was saved without its {len(left_out['tensors'])} embeddings; put them "
+                f'back by `ps snapshot {directory} --export DEST`, or set checkpoint.embeddings = "drop"'
+            )
         mapper = files.read_mapper(directory, self.mapper_config, self.mapper.state_dict())
         lora = files.read_adapter(directory, self.lora_config, self.adapter_state(), self.backbone)
+        embeddings = {name: weight for name, weight in lora.items() if files.is_embedding(name)}
         with torch.no_grad():
             self.mapper.load_state_dict(mapper)
             for name, parameter in self.lora_parameters():
@@ -158,6 +177,12 @@ class Synthesizer:
                 for name, weight in files.embeddings(self.peft_model).items():
                     if name in lora:
                         weight[self.backbone.resized_from :] = lora[name][self.backbone.resized_from :]
+            elif embeddings:
+                self._carried = embeddings if carry else {}
+                rows = next(iter(embeddings.values())).shape[0]
+                self._embeddings = {"saved": carry, "rows": rows, "tensors": sorted(embeddings)}
+            elif left_out is not None:
+                self._embeddings = dict(left_out)
 
 
 def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:

@@ -161,9 +161,11 @@ class _Writing:
 def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -> Tensor:
     """Tokens [W] of `logits` [W, V] by nucleus sampling; `draws` [W] are uniform in [0, 1), fp64.
 
-    The nucleus is the fewest most probable tokens whose probabilities reach `top_p`; never empty.
+    The nucleus is the fewest most probable tokens whose probabilities reach `top_p`; never empty. Logits that are
+    not finite give some token; the loss over its cache will not be finite either, and that is dealt with there.
     """
-    probabilities, order = torch.softmax(logits / temperature, dim=-1).sort(-1, descending=True, stable=True)
+    likely = torch.softmax(logits / temperature, dim=-1).nan_to_num(0.0)
+    probabilities, order = likely.sort(dim=-1, descending=True, stable=True)
     weights = (probabilities.double() * 2**_WEIGHT_BITS).to(torch.int64)
     sums = weights.cumsum(-1)
     before = sums - weights
@@ -172,4 +174,5 @@ def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -
     total = (weights * nucleus).sum(-1, keepdim=True)
     wanted = (draws[:, None] * total.double()).to(torch.int64).minimum(total - 1)
     place = (sums <= wanted).sum(-1, keepdim=True)
-    return order.gather(-1, place).squeeze(-1)
+    chosen: Tensor = order.gather(-1, place).squeeze(-1)
+    return chosen

@@ -58,14 +58,20 @@ def hash_all(
 
 
 def _hash(
-    inside: Inside, name: str, stretch: Stretch, *, ahead: bool, stop: threading.Event, progress: Progress | None
+    inside: Inside,
+    name: str,
+    stretch: Stretch,
+    *,
+    ahead: bool,
+    stop: threading.Event,
+    progress: Progress | None,
 ) -> str | Problem:
     fd = inside.open(name)
     if isinstance(fd, Problem):
         return fd
     try:
         digest, done = hashlib.sha256(), 0
-        if Stamp.of(os.fstat(fd)) == stretch.stamp:
+        if stretch.stamp.still_is(Stamp.of(os.fstat(fd))):
             for piece in _pieces(fd, stretch, ahead=ahead):
                 if stop.is_set():
                     raise Stopped
@@ -73,7 +79,7 @@ def _hash(
                 done += len(piece)
                 if progress is not None:
                     progress(len(piece))
-        if done != stretch.length or Stamp.of(os.fstat(fd)) != stretch.stamp:
+        if done != stretch.length or not stretch.stamp.still_is(Stamp.of(os.fstat(fd))):
             return Problem(
                 path=name,
                 kind="changed",

@@ -7,6 +7,7 @@ leads nowhere either.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from parallel_synthesis.provenance.problems import Problem, ProblemKind
 
+_DRIVE = re.compile(r"[A-Za-z]:")
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that takes a file's place between the look and the opening must not hang the caller.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -21,17 +23,33 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells that a file was written or swapped: device, inode, size in bytes, times in ns."""
+    """What tells that a file was written or swapped: device, inode, size in bytes, times in ns, names it has."""
 
     device: int
     inode: int
     size: int
     mtime_ns: int
     ctime_ns: int
+    links: int
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(
+            found.st_dev,
+            found.st_ino,
+            found.st_size,
+            found.st_mtime_ns,
+            found.st_ctime_ns,
+            found.st_nlink,
+        )
+
+    def still_is(self, now: Stamp) -> bool:
+        """The same bytes, under a name: a run that makes a hard link of it meanwhile changes its ctime only."""
+        same = (self.device, self.inode, self.size, self.mtime_ns)
+        linked = now.links != self.links and now.links > 0
+        return same == (now.device, now.inode, now.size, now.mtime_ns) and (
+            now.ctime_ns == self.ctime_ns or linked
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +115,7 @@ class Inside:
         return os.path.lexists(self.directory / name)
 
     def unlisted(self, listed: Container[str], folders: Container[str]) -> Iterator[str | Problem]:
-        """Names of everything that is not in `listed`, a folder without listed files once; sorted.
+        """Names of everything that is not in `listed`, a folder without listed files once.
 
         A folder that can not be listed is a problem: what is in it was not looked at.
         """
@@ -147,14 +165,17 @@ class Inside:
         except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
             pass
         return Problem(
-            path=name, kind=kind, detail=f"{part} is a symbolic link; expected a file of its own", actual="link"
+            path=name,
+            kind=kind,
+            detail=f"{part} is a symbolic link; expected a file of its own",
+            actual="link",
         )
 
 
 def is_inside(name: str) -> bool:
     """True for a plain relative path in POSIX form that cannot leave its directory."""
     plain = all(part not in ("", ".", "..") for part in name.split("/")) and not set(name) & {"\\", "\0"}
-    return plain and not PurePosixPath(name).is_absolute() and ":" not in name.split("/")[0][:2]
+    return plain and not PurePosixPath(name).is_absolute() and not _DRIVE.match(name)
 
 
 def folders_of(names: Iterable[str]) -> set[str]:

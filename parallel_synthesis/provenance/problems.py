@@ -18,6 +18,7 @@ ProblemKind = Literal[
     "schema",
     "structure",
     "identity",
+    "incomplete",  # a run that has not come to its planned end, where an end was asked for
 ]
 
 

@@ -48,14 +48,19 @@ def read_json(path: Path, *, error: Callable[[str], Exception] = CheckpointError
             f"cannot read {path}: {problem.strerror}; expected a readable JSON file, so check path and "
             f"permissions"
         ) from problem
+    return parse_json(raw, str(path), error=error)
+
+
+def parse_json(raw: bytes, where: str, *, error: Callable[[str], Exception] = CheckpointError) -> Any:
+    """The document in the bytes of a JSON file; `where` names the file in the error. Rules as `read_json`."""
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError as problem:
         raise error(
-            f"{path}: nested too deeply to be one of our files; restore it from a good copy"
+            f"{where}: nested too deeply to be one of our files; restore it from a good copy"
         ) from problem
     except ValueError as problem:  # also bad UTF-8
-        raise error(f"{path}: expected JSON: {problem}; restore the file from a good copy") from problem
+        raise error(f"{where}: expected JSON: {problem}; restore the file from a good copy") from problem
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

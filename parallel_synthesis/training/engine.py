@@ -18,6 +18,7 @@ from parallel_synthesis.data.rows import Row
 from parallel_synthesis.data.tasks import find_task, task_path
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.model.backbone import Backbone, load_backbone
+from parallel_synthesis.model.components import embedding_rows
 from parallel_synthesis.model.synthesizer import Synthesizer
 from parallel_synthesis.model.tokens import (
     RowTokens,
@@ -70,12 +71,17 @@ class Engine:
             + 2**16
         )
 
+    def load_components(self, checkpoint: Path) -> None:
+        """Mapper and LoRA of a checkpoint; embeddings of its adapter as checkpoint.embeddings says."""
+        carry = self.config.checkpoint.embeddings == "keep"
+        self.synthesizer.load_components(checkpoint, carry=carry)
+
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Components, optimizer, counters and, last, the random streams of a committed checkpoint.
 
         Raises CheckpointError where a piece is missing or belongs to another run.
         """
-        self.synthesizer.load_components(checkpoint)
+        self.load_components(checkpoint)
         _load_optimizer(self.optimizer, state["optimizer_state"], self.parameters)
         self.progress.restore(state)
         for rank in self.processes.mine:
@@ -96,8 +102,13 @@ def open_processes(config: Config) -> tuple[Processes, torch.device]:
     return Processes(world, ranks=config.run.ranks, device=device), device
 
 
-def build_engine(config: Config, processes: Processes, device: torch.device) -> Engine:
-    """Indexes and validates the data, then loads the backbone. Collective; writes nothing but the index cache."""
+def build_engine(
+    config: Config, processes: Processes, device: torch.device, *, components: Path | None = None
+) -> Engine:
+    """Indexes and validates the data, then loads the backbone. Collective; writes nothing but the index cache.
+
+    components: the checkpoint that will be loaded; the backbone gets as many embedding rows as its adapter has.
+    """
     files = processes.first_then_others(lambda: open_files(config, config.data.files, config.data.tasks))
     order = Order(
         {task: file.rows for task, file in files.items()},
@@ -110,7 +121,8 @@ def build_engine(config: Config, processes: Processes, device: torch.device) -> 
     if config.run.max_steps is not None:
         total_steps = min(total_steps, config.run.max_steps)
 
-    backbone = load_backbone(config.backbone, device=str(device))
+    rows = None if components is None else embedding_rows(components)
+    backbone = load_backbone(config.backbone, device=str(device), embedding_rows=rows)
     synthesizer = Synthesizer(backbone, mapper=config.mapper, lora=config.lora, seed=config.run.seed)
     workers = config.workers if config.run.method == "parallel_kv" else None
     tokenize = row_tokenizer(backbone, think=config.workers.think, generated=workers is not None)
@@ -180,9 +192,7 @@ def open_files(
     return opened
 
 
-def row_tokenizer(
-    backbone: Backbone, *, think: bool, generated: bool = False
-) -> Callable[[Row], RowTokens]:
+def row_tokenizer(backbone: Backbone, *, think: bool, generated: bool = False) -> Callable[[Row], RowTokens]:
     """A row -> its tokens, under the backbone's tokenizer and system message.
 
     generated: the workers will generate the branches; the row's contexts are not read, its query is.

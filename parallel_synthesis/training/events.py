@@ -105,7 +105,10 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended. Losses are means over all updates so far, weighted by target tokens."""
+    """How a run ended. Losses are means over all updates so far, weighted by target tokens.
+
+    generated: {tokens, workers_dropped} of the parallel_kv route's workers; empty in the fixed route.
+    """
 
     out: Path
     checkpoint: Path
@@ -120,6 +123,7 @@ class TrainResult:
     seconds: float
     evaluations: tuple[Evaluation, ...]
     milestones: tuple[str, ...]
+    generated: Mapping[str, int] = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -1,4 +1,4 @@
-"""train.log: one record a line, append only; the writer and the parser (no torch).
+"""train.log: one record a line, append only; the writer (no torch). log_reader.py reads it back.
 
 The first fields of a record are those of the reference implementation (formats.md); ours follow them:
     rows       per rank, its row numbers                             3,17;21,4        (`;` between ranks)
@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_synthesis.errors import StorageError
 from parallel_synthesis.training.events import StepDigest, StepRecord
+from parallel_synthesis.training.log_reader import CUT, ResumeLine, parse_line, read_steps
 
-CUT = " [cut]"  # ends a line whose writer was killed: what stands before it is no record
-
+__all__ = ["CUT", "LogWriter", "count_attempts", "read_steps"]
 
 class LogWriter:
     """Appends whole lines; each is one write, so that a reader never meets a mixed one."""
@@ -121,54 +118,13 @@ class LogWriter:
                 file.write(CUT.encode() + b"\n")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedStep:
-    """A step as a log line has it. Fields the line lacks (a reference log) are None; `loss` of a skip is None."""
-
-    step: int
-    epoch: int
-    skipped: bool
-    loss: float | None
-    target_tokens: int | None
-    digest: StepDigest | None
-    line: int
-
-
-_ATTEMPT = re.compile(r"^\[resume\] attempt=\d+ from_step=\d+ ")
-_STEP = re.compile(r"^\[train(?:-dist)?\] (skipped )?epoch=(\d+) step=(\d+) (.*)$")
-_FIELD = re.compile(r"(?:^|\s)(loss|target_tokens|rows|rank_loss|rank_grad|rank_rng|grad)=(\S*)")
-
-
-def read_steps(lines: Iterable[str]) -> Iterator[LoggedStep]:
-    """The step records of a log, in file order, superseded ones included; other lines are passed over.
-
-    lines: with their ends, as a file gives them; a last line without its end is still being written, or cut.
-    """
-    for number, line in enumerate(lines, start=1):
-        found = _STEP.match(line.rstrip("\n"))
-        if found is None or not line.endswith("\n") or line.endswith(CUT + "\n"):
-            continue
-        skipped, epoch, step, rest = found.groups()
-        fields = dict(_FIELD.findall(rest))
-        if skipped is not None:  # a skip's own words may hold `loss=nan`, which is not the step's loss
-            fields.pop("loss", None)
-        yield LoggedStep(
-            step=int(step),
-            epoch=int(epoch),
-            skipped=skipped is not None,
-            loss=float(fields["loss"]) if "loss" in fields else None,
-            target_tokens=int(fields["target_tokens"]) if "target_tokens" in fields else None,
-            digest=_read_digest(fields),
-            line=number,
-        )
-
-
 def count_attempts(path: Path) -> int:
     """Attempts in a log so far: 1 and one more for every `[resume] attempt=` line; 0 without a log."""
     if not path.exists():
         return 0
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        return 1 + sum(_ATTEMPT.match(line) is not None for line in lines)
+        found = (parse_line(line.encode(), 0).record for line in lines if "[resume]" in line)
+        return 1 + sum(isinstance(record, ResumeLine) and record.attempt is not None and record.begins for record in found)
 
 
 def _digest_fields(digest: StepDigest) -> list[str]:
@@ -179,22 +135,6 @@ def _digest_fields(digest: StepDigest) -> list[str]:
     if digest.reduced:
         fields.append(f"grad={digest.reduced}")
     return fields
-
-
-def _read_digest(fields: dict[str, str]) -> StepDigest | None:
-    if "rows" not in fields or "rank_rng" not in fields:
-        return None
-
-    def parts(name: str) -> tuple[str, ...]:
-        return tuple(fields[name].split(";")) if name in fields else ()
-
-    return StepDigest(
-        rows=tuple(tuple(int(row) for row in rows.split(",")) for rows in parts("rows")),
-        loss=parts("rank_loss"),
-        gradient=parts("rank_grad"),
-        rng=parts("rank_rng"),
-        reduced=fields.get("grad", ""),
-    )
 
 
 def _number(value: float, digits: int) -> str:

@@ -154,9 +154,7 @@ def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end
     rows = prepared.tokens
     if not skips and workers is not None:
         rows = run.engine.stepper.generate(rows, workers)
-        mine = with_generated(
-            prepared.batches, rows, workers=workers.count, guards=run.engine.config.guards
-        )
+        mine = with_generated(prepared.batches, rows, workers=workers.count, guards=run.engine.config.guards)
         batches = tuple(batch for part in run.engine.processes.exchange(mine) for batch in part)
         skips = _guarded(batches)
     outcome: StepOutcome | None = None

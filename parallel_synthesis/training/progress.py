@@ -69,6 +69,9 @@ class Progress:
     rank_counters: list[RankCounters] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     last_loss: float = math.nan
+    generated: Counter[str] = field(
+        default_factory=Counter
+    )  # of parallel_kv's workers; empty in the fixed route
 
     def __post_init__(self) -> None:
         if not self.rank_counters:
@@ -93,6 +96,8 @@ class Progress:
                 counters.samples[batch.task] += len(batch.rows)
         for skip in record.skips.values():
             self.reasons[skip.reason] += 1
+        if record.generated_tokens is not None and record.dropped_workers is not None:
+            self.generated.update(tokens=record.generated_tokens, workers_dropped=record.dropped_workers)
         if not record.skipped:
             self.last_loss = record.loss
         if self.step % self.steps_per_epoch:
@@ -124,6 +129,8 @@ class Progress:
             "skips_by_reason": dict(sorted(self.reasons.items())),
             "attempted_steps": self.totals.attempted,
         }
+        if self.generated:
+            state["generated"] = dict(self.generated)
         if many:
             state |= {
                 "tasks": list(self.tasks),
@@ -184,6 +191,7 @@ class Progress:
             self.epochs = [dict(done) for done in loop["epoch_summaries"]]
             self.reasons = Counter(loop.get("skips_by_reason", {}))
             self.last_loss = loop["last_step_loss"]
+            self.generated = Counter(loop.get("generated", {}))
             self.epoch = Totals(
                 attempted=partial[f"epoch_attempted_{sync}"],
                 updates=partial[f"epoch_optimizer_{sync}"],
@@ -227,7 +235,8 @@ class Progress:
         for counters in self.rank_counters:
             samples.update(counters.samples)
         skipped = "skipped_sync_steps" if self.ranks > 1 else "skipped_steps"
-        return {
+        generated = {"generated": dict(self.generated)} if self.generated else {}
+        return generated | {
             "global_steps": self.step,
             "optimizer_steps": self.totals.updates,
             "steps_per_epoch": self.steps_per_epoch,

@@ -53,7 +53,7 @@ def replay(target: Target, count: int, *, observer: Observer) -> ReplayResult:
     resolved = load_record(saved, path=paths.run_args)
     checkpoint, first = _start(target, count, last=max(logged, default=0), ranks=resolved.config.run.ranks)
     processes, device = open_processes(resolved.config)
-    engine = build_engine(resolved.config, processes, device)
+    engine = build_engine(resolved.config, processes, device, components=checkpoint)
     record = record_of(resolved, engine, argv=())
     for item in drift.compare(saved, record.document()):
         if item.kind != drift.HARMLESS:

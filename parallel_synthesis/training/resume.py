@@ -64,8 +64,8 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     )
     config = pinned(resolved.config)
     processes, device = open_processes(config)
-    engine = build_engine(config, processes, device)
     choice = _choose(target, processes, ranks=config.run.ranks)
+    engine = build_engine(config, processes, device, components=choice.path)
     if engine.total_steps < choice.step:
         raise ConfigError(
             [

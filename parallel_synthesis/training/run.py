@@ -59,6 +59,7 @@ class Run:
             seconds=time.monotonic() - self.began,
             evaluations=tuple(self.evaluations),
             milestones=self.saver.milestones,
+            generated=dict(progress.generated),
         )
 
     def close(self) -> None:

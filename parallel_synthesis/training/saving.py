@@ -216,6 +216,7 @@ class Saver:
             "total_steps": self._engine.total_steps,
             "data": {task: entry["sha256"] for task, entry in self._record.data.items()},
             "parents": [dict(parent) for parent in self._parents],
+            **self._engine.synthesizer.embeddings_record(),
             "accepted_drift": list(self._record.accepted_drift),
             "versions": dict(self._record.environment["packages"]),
         }

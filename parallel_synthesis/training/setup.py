@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from parallel_synthesis.checkpoint.layout import RunPaths, disk_needed, find_components, free_bytes
+from parallel_synthesis.data.check import difference
 from parallel_synthesis.errors import ConfigError, StorageError
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import device_name
@@ -40,10 +41,10 @@ def start_run(
     if processes.is_first and not overwrite:
         refuse_existing(paths)
     init_from = find_components(Path(init)) if init is not None else None
-    engine = build_engine(config, processes, device)
+    engine = build_engine(config, processes, device, components=init_from)
     parents = []
     if init is not None and init_from is not None:
-        engine.synthesizer.load_components(init_from)
+        engine.load_components(init_from)
         parents = [parent_record(init, init_from)]
     if not 0 <= order_from_step < engine.total_steps:
         raise ConfigError(
@@ -56,6 +57,8 @@ def start_run(
     log = None
     if processes.is_first:
         check_disk(paths, engine, observer)
+        for told in filter(None, map(difference, engine.files.values())):
+            observer.warning(f"{told}; `ps verify --data` tells more. The run goes on with the file as it is")
         make_out(paths, overwrite=overwrite, observer=observer)
         record.write(paths)
         log = LogWriter(paths.train_log, ranks=config.run.ranks)

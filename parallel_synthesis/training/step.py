@@ -86,7 +86,7 @@ class Stepper:
         self, batches: Mapping[int, Sequence[RowTokens]], workers: WorkersConfig
     ) -> dict[int, tuple[RowTokens, ...]]:
         """The rows of the ranks carried here with the branches their workers generate, from the ranks' streams."""
-        worked = {}
+        worked: dict[int, tuple[RowTokens, ...]] = {}
         for rank in self._processes.mine:
             with self._streams.active(rank):
                 worked[rank] = tuple(self._synthesizer.work(row, workers) for row in batches[rank])

@@ -1,21 +1,78 @@
-"""`ps verify`: are the bytes of a run or checkpoint those of its manifests, and can its steps be reproduced."""
+"""`ps verify`: are the bytes those of a manifest, do the parts belong together, can a run's steps be reproduced."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parallel_synthesis.errors import DivergenceError, VerificationError
+from parallel_synthesis.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    ParallelSynthesisError,
+    RefusedError,
+    StorageError,
+)
 from pscli import running
 from pscli.context import Call
 from pscli.options import Debug, Json, Quiet
+from pscli.output import Output, failure_document, size
+from pscli.verifying import Bar, described, exit_code, fail, tell
+
+if TYPE_CHECKING:
+    from parallel_synthesis.provenance.manifest import Listing
+
+RELEASE = "release"
+_UNCHECKED: Mapping[str, Any] = {
+    "manifest": None,
+    "manifest_sha256": None,
+    "content_checked": False,
+    "counts": {},
+    "bytes_hashed": 0,
+    "seconds": 0.0,
+    "problems": [],
+}
 
 
 def verify(
     ctx: typer.Context,
-    path: Annotated[str, typer.Argument(help="A run, one of its checkpoints or milestones, or RUN@NAME.")],
+    path: Annotated[
+        str | None,
+        typer.Argument(help="A run, a checkpoint, RUN@NAME, any directory with a manifest, or a Hub id."),
+    ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option("--manifest", metavar="release|FILE", help="Judge by this manifest, not by its own."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="RECIPE|FILE", help="Input files; PATH is then their data.root."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Sizes and headers only: contents are NOT checked.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The sha256 of whole files too, beside that of their tensors.")
+    ] = False,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="A run that has not come to its end fails.")
+    ] = False,
+    allow_extra: Annotated[
+        bool, typer.Option("--allow-extra", help="Files that no manifest lists are named, not refused.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", metavar="N", min=1, help="Threads that hash [all cores].")
+    ] = None,
+    write_manifest: Annotated[
+        bool, typer.Option("--write-manifest", help="Make manifest.json for a directory that has none.")
+    ] = False,
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="sha256sum", help="Print the list for `sha256sum -c`.")
+    ] = None,
     replay: Annotated[
         int | None,
         typer.Option("--replay", metavar="K", min=1, help="Do K steps again and compare them with the log."),
@@ -24,47 +81,229 @@ def verify(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Check every byte of a run's checkpoints against their manifests; with --replay, prove that its steps repeat.
+    """Check every byte against its manifest and that the parts belong together; with --replay, that steps repeat.
 
     \b
-    ps verify runs/a
+    ps verify runs/a                          all its checkpoints and milestones
     ps verify runs/a@general_step_95060
-    ps verify runs/a --replay 20          in a scratch directory; the run is not touched
+    ps verify DIR --manifest release          is this the released checkpoint?
+    ps verify --data general                  the recipe's input files
+    ps verify runs/a --replay 20              in a scratch directory; the run is not touched
+    ps verify DIR --format sha256sum | (cd DIR && sha256sum -c)
+
+    Exit codes: 0 all checked and right; 1 a content problem; 2 usage, or a manifest that can not be read;
+    3 could not finish (I/O).
     """
     del as_json, quiet, debug
     call: Call = ctx.obj
-    if replay is None:
-        _bytes(call, path)
+    began = time.monotonic()
+    bar = Bar(call.output)
+    try:
+        _refuse_mixed(
+            path, manifest, data, quick=quick, full=full, write=write_manifest, format_=format_, replay=replay
+        )
+        if replay is not None and path is not None:
+            _replay(call, path, replay)
+        elif data:
+            _data(call.output, data, path, quick=quick, jobs=jobs, bar=bar)
+        elif path is not None and (write_manifest or format_ is not None):
+            _make(
+                call.output,
+                path,
+                manifest,
+                write=write_manifest,
+                listed=format_ is not None,
+                jobs=jobs,
+                bar=bar,
+            )
+        elif path is not None:
+            from parallel_synthesis.checkpoint.verification import Options
+
+            options = Options(
+                quick=quick,
+                full=full,
+                jobs=jobs,
+                allow_extra=allow_extra,
+                complete=complete,
+                progress=bar.start if call.output.progress else None,
+            )
+            _directory(call.output, path, manifest, options)
+    except ParallelSynthesisError as error:
+        if call.output.mode != "json" or not isinstance(error, RefusedError | StorageError):
+            raise
+        code = 3 if isinstance(error, StorageError) else 2
+        document = failure_document(error, code, str(error))
+        call.output.document({**_UNCHECKED, **document, "seconds": time.monotonic() - began})
+        raise typer.Exit(code) from error
+    finally:
+        bar.close()
+
+
+def _refuse_mixed(
+    path: str | None,
+    manifest: str | None,
+    data: Sequence[str] | None,
+    *,
+    quick: bool,
+    full: bool,
+    write: bool,
+    format_: str | None,
+    replay: int | None,
+) -> None:
+    found = []
+    if path is None and not data:
+        found.append("expected something to verify: a run, a checkpoint, a directory, or --data RECIPE")
+    if format_ not in (None, "sha256sum"):
+        found.append(f"--format {format_}: expected sha256sum")
+    if quick and full:
+        found.append("--quick and --full exclude each other")
+    others = {"--data": bool(data), "--replay": replay is not None, "--write-manifest": write}
+    given = [name for name, there in others.items() if there]
+    if len(given) > 1 or (
+        given and (manifest is not None or (format_ is not None and given != ["--write-manifest"]))
+    ):
+        also = [
+            name for name, there in (("--manifest", manifest), ("--format", format_)) if there is not None
+        ]
+        found.append(f"{' and '.join([*given, *also])} exclude each other: give one")
+    if found:
+        raise ConfigError(found)
+
+
+def _directory(output: Output, path: str, manifest: str | None, options: Any) -> None:
+    from parallel_synthesis.checkpoint import verification
+    from parallel_synthesis.provenance import hub
+    from parallel_synthesis.provenance.inside import Inside
+
+    repository = hub.hub_id(path)
+    if manifest is None:
+        if repository is not None:
+            raise CheckpointError(
+                f"{path}: no such directory; to check a checkpoint of the Hub add --manifest release (or a FILE)"
+            )
+        report = verification.verify_path(path, options)
     else:
-        _replay(call, path, replay)
+        listing = _listing(manifest)
+        if repository is not None:
+            place = hub.fetched(*repository)
+        else:
+            place = _holding(Path(path).expanduser(), path, listing)
+        report = verification.verify_directory(Inside(place.directory, blobs=place.blobs), listing, options)
+    tell(output, path, report, released=manifest == RELEASE)
 
 
-def _bytes(call: Call, path: str) -> None:
-    from parallel_synthesis.checkpoint.layout import (
-        RunPaths,
-        committed_milestones,
-        find_components,
-        newest_committed,
+def _listing(manifest: str) -> Listing:
+    from parallel_synthesis.checkpoint.verification import read_manifest
+    from parallel_synthesis.resources import resource
+
+    if manifest == RELEASE:
+        return read_manifest(resource("artifacts", "release_checkpoint.json"))
+    return read_manifest(Path(manifest).expanduser())
+
+
+def _holding(directory: Path, given: str, listing: Listing) -> Any:
+    """The directory itself where it holds any of the listed files, else the components that it leads to."""
+    from parallel_synthesis.checkpoint.layout import find_components
+    from parallel_synthesis.provenance.inside import Inside
+
+    here = Inside(directory)
+    if any(map(here.has, listing.files)):
+        return here
+    try:
+        return Inside(find_components(given))
+    except CheckpointError:
+        if directory.is_dir():
+            return here
+        raise
+
+
+def _data(
+    output: Output, what: Sequence[str], root: str | None, *, quick: bool, jobs: int | None, bar: Bar
+) -> None:
+    from parallel_synthesis.data.check import check_files, wanted_files
+    from parallel_synthesis.provenance.check import default_jobs
+    from parallel_synthesis.provenance.hashing import sha256_file
+
+    began = time.monotonic()
+    place = None if root is None else Path(root).expanduser()
+    wanted = [file for each in what for file in wanted_files(each, root=place)]
+    total = sum(file.path.stat().st_size for file in wanted if file.path.is_file())
+    found = check_files(
+        wanted,
+        quick=quick,
+        jobs=jobs or default_jobs(),
+        progress=bar.start(total) if output.progress and not quick else None,
     )
-    from parallel_synthesis.provenance import manifest
+    problems = [problem for file in found for problem in file.problems]
+    code = exit_code(problems)
+    checked = [file for file in found if file.sha256 is not None]
+    says = next((file.says for file in wanted if file.says is not None), None)
+    by = _manifest_path(says)
+    output.document(
+        {
+            "ok": code == 0,
+            "exit_code": code,
+            "manifest": by,
+            "manifest_sha256": sha256_file(by) if by is not None else None,
+            "content_checked": len(checked) == len(found),
+            "counts": {"files": len(found), "problems": len(problems)},
+            "bytes_hashed": sum(file.bytes or 0 for file in checked),
+            "seconds": time.monotonic() - began,
+            "problems": described(problems),
+            "files": found,
+        }
+    )
+    fail(
+        output,
+        ", ".join(what),
+        problems,
+        "copy or download the named files again, or name the right manifest",
+    )
+    lines = []
+    for file in found:
+        rows = f"{file.rows:,} rows, " if file.rows is not None else ""
+        unpacked = f", {size(file.unpacked_bytes)} unpacked" if file.unpacked_bytes is not None else ""
+        what_of_it = (
+            "size only, contents NOT checked" if file.sha256 is None else f"sha256 {file.sha256[:16]}..."
+        )
+        lines.append(f"{file.task}: {file.path}: {rows}{size(file.bytes or 0)}{unpacked}, {what_of_it}")
+    output.text("\n".join([*lines, f"{len(found)} files are as {says} says"]))
 
-    given = Path(path)
-    run = RunPaths(given)
-    if run.run_args.exists():
-        places = [found.path for found in reversed(newest_committed(given))]
-        places += committed_milestones(given).values()
-        places += [given] if run.manifest.exists() else []
+
+def _manifest_path(says: str | None) -> Path | None:
+    from parallel_synthesis.data.check import TRAINING_DATA
+
+    return None if says is None else TRAINING_DATA if says == TRAINING_DATA.name else Path(says)
+
+
+def _make(
+    output: Output, path: str, manifest: str | None, *, write: bool, listed: bool, jobs: int | None, bar: Bar
+) -> None:
+    """--write-manifest and --format sha256sum."""
+    from parallel_synthesis.checkpoint.adopt import write_manifest
+    from parallel_synthesis.checkpoint.layout import find_components
+    from parallel_synthesis.provenance import manifest as manifests
+
+    directory = Path(path).expanduser()
+    if write:
+        document = write_manifest(directory, jobs=jobs, progress=bar.start if output.progress else None)
+        if not listed:
+            files = document["files"]
+            bytes_ = sum(entry["bytes"] for entry in files.values())
+            output.text(f"{directory / manifests.MANIFEST}: {len(files)} files, {size(bytes_)}")
+            output.document(
+                {"manifest": directory / manifests.MANIFEST, "files": len(files), "bytes": bytes_}
+            )
+            return
+    if manifest is not None:
+        listing = _listing(manifest)
     else:
-        places = [find_components(path)]
-    found = {place: manifest.verify(place, extra=place != given) for place in places}
-    problems = [f"{place}: {problem}" for place, listed in found.items() for problem in listed]
-    if problems or not places:
-        raise VerificationError(problems or [f"{path}: there is no committed checkpoint to verify"])
-    ends = "" if not run.run_args.exists() or run.manifest.exists() else "; the run is not complete"
-    call.output.text(
-        f"{len(places)} checkpoint{'s' * (len(places) > 1)}: every byte is as its manifest says{ends}"
-    )
-    call.output.document({"checked": places, "complete": run.manifest.exists()})
+        own = directory / manifests.MANIFEST
+        listing = manifests.listing(directory if own.is_file() else find_components(path))
+    if not write:
+        output.note("this is what the manifest says; contents NOT checked")
+    output.text(manifests.sha256sum_lines(listing.files))
+    output.document({"files": {name: expected.sha256 for name, expected in listing.files.items()}})
 
 
 def _replay(call: Call, path: str, count: int) -> None:

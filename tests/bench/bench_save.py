@@ -31,7 +31,9 @@ def parameters(megabytes: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def state_of(step: int, adapter: dict[str, torch.Tensor], moments: dict[int, object], spare: HostState | None) -> HostState:
+def state_of(
+    step: int, adapter: dict[str, torch.Tensor], moments: dict[int, object], spare: HostState | None
+) -> HostState:
     return capture(
         step=step,
         mapper={"net.0.weight": torch.zeros(32, 3)},
@@ -48,7 +50,8 @@ def loop(background: bool | None, options: argparse.Namespace) -> float:
     """Seconds of a loop with (None: without) saves."""
     adapter = parameters(options.megabytes)
     moments: dict[int, object] = {
-        number: {"exp_avg": tensor.clone(), "exp_avg_sq": tensor.clone()} for number, tensor in enumerate(adapter.values())
+        number: {"exp_avg": tensor.clone(), "exp_avg_sq": tensor.clone()}
+        for number, tensor in enumerate(adapter.values())
     }
     left = torch.randn(1024, 1024)
     copies: deque[HostState | None] = deque([None, None], maxlen=2)
@@ -64,14 +67,18 @@ def loop(background: bool | None, options: argparse.Namespace) -> float:
                 state = state_of(save, adapter, moments, copies[0])
                 copies.append(state)
                 destination = Path(place) / f"step_{save:09d}"
-                writer.submit(lambda destination=destination, state=state: write_checkpoint(destination, state))
+                writer.submit(
+                    lambda destination=destination, state=state: write_checkpoint(destination, state)
+                )
         seconds = time.perf_counter() - started
         writer.close()
     return seconds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=84)
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--between", type=float, default=4.0, help="seconds of training between two saves")

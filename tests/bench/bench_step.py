@@ -158,7 +158,9 @@ def measure(way: str, mix: str, arguments: Sequence[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
@@ -168,7 +170,14 @@ def main() -> int:
     if options.way:
         print(json.dumps(variant(options.way, MIXES[options.mix], options)))
         return 0
-    arguments = ["--rows", str(options.rows), "--hidden", str(options.hidden), "--threads", str(options.threads)]
+    arguments = [
+        "--rows",
+        str(options.rows),
+        "--hidden",
+        str(options.hidden),
+        "--threads",
+        str(options.threads),
+    ]
     reached = True
     for mix, settings in MIXES.items():
         plain, ours = measure("plain", mix, arguments), measure("ours", mix, arguments)

@@ -49,7 +49,7 @@ def test_foreign_calls_go_to_the_system_unchanged(installed, arguments):
         (["train", "--list"], 0, "general"),
         (["trian"], 2, "did you mean `ps train`?"),
         (["snapshto"], 2, "did you mean `ps snapshot`?"),
-        (["merge", "a"], 2, "not in this version"),
+        (["merge", "a"], 2, "--out is missing"),
     ],
 )
 def test_our_calls_stay_ours(installed, arguments, code, shown):

@@ -155,10 +155,10 @@ def test_far_epochs_do_not_depend_on_how_they_are_reached() -> None:
 def test_general_mix_has_the_figures_of_the_release_and_is_planned_fast() -> None:
     rows = {task: manifest_rows(task) or 0 for task in GENERAL}
     assert sum(count // 4 for count in rows.values()) == 220_220
-    started = time.perf_counter()
+    started = time.process_time()  # of this process: what else the machine does is not the plan's time
     order = Order(rows, ranks=4, batch_size=1, seed=42)
     epoch = order.epoch(0)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     sys.stdout.write(f"general mix: {len(epoch)} steps planned in {seconds:.2f} s\n")
     assert order.steps_per_epoch == len(epoch) == 220_220
     assert seconds < 3

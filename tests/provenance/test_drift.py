@@ -15,7 +15,9 @@ def record() -> dict[str, Any]:
     return {
         "recipe_sha256": "r",
         "config": Config().to_dict(),
-        "data": {"flan": {"sha256": "a", "rows": 4, "unpacked_sha256": None, "bad_rows_sha256": "n", "path": "x"}},
+        "data": {
+            "flan": {"sha256": "a", "rows": 4, "unpacked_sha256": None, "bad_rows_sha256": "n", "path": "x"}
+        },
         "backbone": {
             "files": {"model.safetensors": "m", "tokenizer.json": "t"},
             "revision": None,

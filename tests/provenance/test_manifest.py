@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import manifest as manifests
-from parallel_synthesis.provenance.manifest import Problem, verify, verify_quick
+from parallel_synthesis.provenance.manifest import verify, verify_quick
 
 HEADER = b"\x08\0\0\0\0\0\0\0{header}"
 FILES = {
@@ -120,11 +120,9 @@ def test_the_damaged_tensor_is_named(at: int, part: str, checkpoint: Path) -> No
     content[at] ^= 1
     path.write_bytes(content)
     (problem,) = verify(checkpoint)
-    assert problem == Problem(
-        path="judger_lora/adapter_model.safetensors",
-        kind="digest",
-        detail=f"content differs from its sha256 (damaged: {part})",
-    )
+    assert (problem.path, problem.kind) == ("judger_lora/adapter_model.safetensors", "digest")
+    assert problem.detail == f"content differs from its sha256 (damaged: {part})"
+    assert problem.expected != problem.actual
     assert str(problem).startswith("judger_lora/adapter_model.safetensors: content differs")
 
 
@@ -147,7 +145,21 @@ def test_any_change_of_a_file_is_found(
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a/", "manifest.json", "a\0b"]
+    "name",
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "",
+        "a//b",
+        "./a",
+        "a\\..\\..\\b",
+        "C:\\x",
+        "\\x",
+        "a/",
+        "manifest.json",
+        "a\0b",
+    ],
 )
 def test_a_manifest_that_leaves_its_directory_is_refused(name: str, checkpoint: Path) -> None:
     rewrite(checkpoint, lambda document: document["files"].update({name: entry(b"")}))

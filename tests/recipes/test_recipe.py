@@ -168,7 +168,7 @@ def test_a_revision_does_not_outlive_its_model():
 
 def test_a_name_that_is_not_there():
     assert "did you mean general?" in problems_of("genral")[0]
-    assert "browsecomp, demo, general" in problems_of("nothing-like-it")[0]
+    assert "browsecomp, demo, demo-generate, general" in problems_of("nothing-like-it")[0]
     assert "no such recipe file" in problems_of("no/such.toml")[0]
 
 

@@ -122,7 +122,7 @@ def test_a_cut_last_line_is_ended_and_kept(tmp_path: Path) -> None:
     path.write_text("[train-dist] epoch=1 step=11 rank_ta")
     lines = written(path, 4, record(4))
     assert lines[0] == "[train-dist] epoch=1 step=11 rank_ta [cut]"
-    assert [step.step for step in read_steps(path.open())] == [12]
+    assert [step.step for step in read_steps(path.read_text().splitlines(keepends=True))] == [12]
 
 
 def test_a_line_that_is_being_written_is_no_record_yet(tmp_path: Path) -> None:

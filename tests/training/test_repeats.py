@@ -10,9 +10,7 @@ import pytest
 from parallel_synthesis.training.events import StepDigest
 from parallel_synthesis.training.repeats import Repeats, first_difference, read_logged, step_ranges
 
-BASE = StepDigest(
-    rows=((1,), (2,)), loss=("aa", "bb"), gradient=("cc", "dd"), rng=("ee", "ff"), reduced="99"
-)
+BASE = StepDigest(rows=((1,), (2,)), loss=("aa", "bb"), gradient=("cc", "dd"), rng=("ee", "ff"), reduced="99")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,12 @@ def test_only_the_first_differing_step_is_reported() -> None:
 def test_the_last_attempt_of_a_step_counts(tmp_path: Path) -> None:
     line = "[train] epoch=1 step={} task=a loss=1.0 ppl=1.0 target_tokens=1 rows=0 rank_loss={} rank_grad=b rank_rng=c grad=d\n"
     log = tmp_path / "train.log"
-    log.write_text(line.format(1, "old") + "[resume] attempt=2 from_step=0 x\n" + line.format(1, "new") + line.format(2, "z"))
+    log.write_text(
+        line.format(1, "old")
+        + "[resume] attempt=2 from_step=0 x\n"
+        + line.format(1, "new")
+        + line.format(2, "z")
+    )
     logged = read_logged(log, after=0, until=1)
     assert {step: digest.loss for step, digest in logged.items()} == {1: ("new",)}
     assert read_logged(tmp_path / "none.log", after=0) == {}

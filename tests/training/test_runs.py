@@ -70,6 +70,8 @@ def test_a_run_leaves_the_files_of_the_design(ps: Ps, tiny_recipe: Recipe, tmp_p
     assert len(log_lines(out)) == 6
 
 
+# peft's own use of a transformers name that transformers deprecates
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_the_final_adapter_is_what_peft_loads(
     ps: Ps, tiny_recipe: Recipe, tiny_backbone: Path, tmp_path: Path
 ) -> None:
@@ -283,6 +285,41 @@ def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(
     ours = [line for line in result.stderr.splitlines() if "rank 2" in line or "another rank" in line]
     assert "row 17 of rank 2 is gone" in ours[0]
     assert time.monotonic() - started < 60  # start-up of four processes on two cores included; no hang
+
+
+def test_replicas_that_part_stop_the_run_and_name_the_tensor(
+    tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = tmp_path / "parting.py"
+    script.write_text(
+        "import os, sys\n"
+        "from parallel_synthesis.training import step\n"
+        "update = step.Stepper.update\n"
+        "def parting(self):\n"
+        "    update(self)\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        self._parameters[2].data[0, 0] += 1e-6\n"  # the mapper's third tensor, net.2.weight
+        "step.Stepper.update = parting\n"
+        "from pscli.main import call\n"
+        "raise SystemExit(call(sys.argv[1:]))\n"
+    )
+    result = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+            *["train", str(tiny_recipe()), "--out", str(tmp_path / "out")],
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+    )
+    assert result.returncode != 0
+    assert (
+        "step 2: tensor cache_mapper.net.2.weight of process 1 differs from that of process 0"
+        in result.stderr
+    )
+    steps = tmp_path / "out" / "step_checkpoints"
+    assert sorted(os.listdir(steps)) == ["latest", "step_000000000"]  # nothing of the parted state was saved
 
 
 NAN = """

@@ -1,0 +1,452 @@
+"""Which steps the guards will skip, before any GPU hour: rows are tokenised on all cores, and the counts kept.
+
+The counts of a row (prefill, past, live, target) depend on the row, the tokenizer, the system message and `think`;
+they are cached by the identities of these. Only the rows that the run takes are tokenised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel_synthesis.config import OFF, Config, GuardsConfig
+from parallel_synthesis.data.cache import cache_directory
+from parallel_synthesis.data.index import RowFile, open_rows
+from parallel_synthesis.data.order import Order
+from parallel_synthesis.data.tasks import find_task, task_path
+from parallel_synthesis.errors import DataError, RefusedError
+from parallel_synthesis.model.tokens import check_tokenizer, load_tokenizer, system_message, tokenize_row
+from parallel_synthesis.training.guards import RowCounts, check
+from parallel_synthesis.training.inspection.runlog import RunLog
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Counts = NDArray[np.int64]
+
+_VERSION = 1  # of what is kept; goes up when the counting changes
+_FEW = 256  # rows that are not worth another process, which loads the tokenizer library anew
+_BATCH = 64  # rows a piece of work
+QUANTITIES = ("prefill_tokens", "live_tokens", "attention_area", "total_tokens")
+SHARES = (90, 99, 100)  # percent of the steps
+Progress = Callable[[int, int], None]  # rows done, rows to do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """One quantity over the steps: what the guard compares, the largest of the step's ranks. keeps: percent -> limit.
+
+    over: steps above the limit in force, whatever the other guards say.
+    """
+
+    quantity: str
+    limit: int
+    median: int
+    p90: int
+    p99: int
+    largest: int
+    over: int
+    keeps: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCoverage:
+    """A task's steps. skips: reason -> ranks' skips. rows: those the run takes; kept_rows: of them, in steps with an update."""
+
+    task: str
+    steps: int
+    skipped: int
+    skips: Mapping[str, int]
+    rows: int
+    kept_rows: int
+    tokens: int
+    spreads: tuple[Spread, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The prediction against a run's log: steps compared, steps where they differ, the first of them."""
+
+    compared: int
+    differing: int
+    first: int | None
+    predicted: str | None
+    logged: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """The prediction. skipped_first: the first steps that will be skipped. tokens: target tokens of the updates."""
+
+    recipe: str
+    steps: int
+    updates: int
+    skipped: int
+    skips: Mapping[str, int]
+    skipped_first: tuple[int, ...]
+    tokens: int
+    tasks: tuple[TaskCoverage, ...]
+    spreads: tuple[Spread, ...]
+    tokenised: int
+    cached: int
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    task: str
+    values: tuple[int, int, int, int]
+    skips: tuple[str, ...]
+    rows: int
+    tokens: int
+
+
+def cover(
+    config: Config,
+    *,
+    log: RunLog | None = None,
+    cache: Path | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Coverage:
+    """Predicts a run's skips. log: a run's log to compare with. jobs: processes, all cores by default.
+
+    Raises DataError for a row that can not be tokenised (the run would stop there), RefusedError for a method whose
+    branches are not known beforehand.
+    """
+    if config.run.method != "fixed_parallel_kv":
+        raise RefusedError(
+            f'run.method = "{config.run.method}": its branches are generated, so the guards can not be foretold; '
+            'expected run.method = "fixed_parallel_kv"'
+        )
+    files = {
+        name: open_rows(
+            find_task(name, own=config.data.files),
+            task_path(find_task(name, own=config.data.files), root=config.data.root, files=config.data.files),
+            on_bad_row=config.data.on_bad_row,
+            max_rows=config.data.max_rows,
+        )
+        for name in config.data.tasks
+    }
+    with contextlib.ExitStack() as stack:
+        for file in files.values():
+            stack.callback(file.close)
+        order = Order(
+            {name: file.rows for name, file in files.items()},
+            ranks=config.run.ranks,
+            batch_size=config.data.batch_size,
+            seed=config.run.seed,
+            steps_per_epoch=config.run.steps_per_epoch,
+        )
+        total = order.steps_per_epoch * config.run.epochs
+        total = total if config.run.max_steps is None else min(total, config.run.max_steps)
+        counts, tokenised, cached = _counts(config, files, order, total, cache, jobs, progress)
+    steps = list(_steps(order, total, counts, config.guards))
+    return Coverage(
+        recipe=config.recipe,
+        steps=total,
+        updates=sum(not step.skips for step in steps),
+        skipped=sum(bool(step.skips) for step in steps),
+        skips=_reasons(steps),
+        skipped_first=tuple(number for number, step in enumerate(steps, start=1) if step.skips)[:20],
+        tokens=sum(step.tokens for step in steps if not step.skips),
+        tasks=tuple(_task(name, steps, config.guards) for name in config.data.tasks),
+        spreads=_spreads(steps, config.guards),
+        tokenised=tokenised,
+        cached=cached,
+        agreement=None if log is None else _agreement(log, steps),
+    )
+
+
+def _steps(order: Order, total: int, counts: Mapping[str, Counts], guards: GuardsConfig) -> Iterator[_Step]:
+    for number in range(total):
+        index, place = divmod(number, order.steps_per_epoch)
+        epoch = order.epoch(index)
+        skips, values, rows, tokens, task = [], [0, 0, 0, 0], 0, 0, ""
+        for rank in range(order.ranks):
+            batch = epoch.batch(place, rank)
+            task = batch.task
+            found = [
+                RowCounts(prefill=int(c[0]), past=int(c[1]), live=int(c[2]), target=int(c[3]))
+                for c in counts[batch.task][list(batch.rows)]
+            ]
+            skip = check(found, guards)
+            if skip is not None:
+                skips.append(skip.reason)
+            mine = (
+                sum(row.prefill for row in found),
+                max(row.live for row in found),
+                max(row.attention_area for row in found),
+                max(row.total for row in found),
+            )
+            values = list(map(max, values, mine))
+            rows += len(found)
+            tokens += sum(row.target for row in found)
+        one, two, three, four = values
+        yield _Step(task=task, values=(one, two, three, four), skips=tuple(skips), rows=rows, tokens=tokens)
+
+
+def _reasons(steps: Sequence[_Step]) -> dict[str, int]:
+    return dict(sorted(Counter(reason for step in steps for reason in step.skips).items()))
+
+
+def _task(name: str, steps: Sequence[_Step], guards: GuardsConfig) -> TaskCoverage:
+    mine = [step for step in steps if step.task == name]
+    return TaskCoverage(
+        task=name,
+        steps=len(mine),
+        skipped=sum(bool(step.skips) for step in mine),
+        skips=_reasons(mine),
+        rows=sum(step.rows for step in mine),
+        kept_rows=sum(step.rows for step in mine if not step.skips),
+        tokens=sum(step.tokens for step in mine if not step.skips),
+        spreads=_spreads(mine, guards),
+    )
+
+
+def _spreads(steps: Sequence[_Step], guards: GuardsConfig) -> tuple[Spread, ...]:
+    found = []
+    for place, quantity in enumerate(QUANTITIES):
+        values = sorted(step.values[place] for step in steps)
+        if not values:
+            continue
+        limit: int = getattr(guards, quantity)
+
+        def keeping(percent: float, values: Sequence[int] = values) -> int:
+            return values[max(0, math.ceil(percent / 100 * len(values)) - 1)]
+
+        found.append(
+            Spread(
+                quantity=quantity,
+                limit=limit,
+                median=keeping(50),
+                p90=keeping(90),
+                p99=keeping(99),
+                largest=values[-1],
+                over=sum(value > limit for value in values) if limit != OFF else 0,
+                keeps={str(share): keeping(share) for share in SHARES},
+            )
+        )
+    return tuple(found)
+
+
+def _agreement(log: RunLog, steps: Sequence[_Step]) -> Agreement:
+    """Guard skips only: that a loss is not finite can not be foretold."""
+    compared = differing = 0
+    first: tuple[int, str, str] | None = None
+    for chunk in log.chunks_with(1, len(steps)):
+        for place in log.live(chunk).nonzero()[0].tolist():
+            step = int(chunk.step[place])
+            if step > len(steps):
+                continue
+            line = chunk.skips.get(place)
+            logged = () if line is None else tuple(skip.reason for skip in line.skips)
+            if any(reason.startswith("nonfinite") for reason in logged):
+                logged = ()
+            compared += 1
+            if logged != steps[step - 1].skips:
+                differing += 1
+                if first is None or step < first[0]:
+                    first = (step, ", ".join(steps[step - 1].skips) or "an update", ", ".join(logged) or "an update")
+    return Agreement(
+        compared=compared,
+        differing=differing,
+        first=None if first is None else first[0],
+        predicted=None if first is None else first[1],
+        logged=None if first is None else first[2],
+    )
+
+
+# -- counts of rows ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What a process needs to count rows of one file."""
+
+    model: str
+    revision: str | None
+    think: bool
+    task: str
+    path: str
+    own: bool
+    skip_bad: bool
+    max_rows: int | None
+
+
+def _counts(
+    config: Config,
+    files: Mapping[str, RowFile],
+    order: Order,
+    total: int,
+    cache: Path | None,
+    jobs: int | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Counts], int, int]:
+    import numpy as np
+
+    needed = _needed(order, total, files)
+    tokenizer = load_tokenizer(config.backbone.model, config.backbone.revision)
+    check_tokenizer(tokenizer, config.backbone.model)
+    identity = _identity(tokenizer, config)
+    directory = (cache_directory() if cache is None else cache) / "coverage"
+    to_do = done = 0
+    found, missing, places = {}, {}, {}
+    for name, file in files.items():
+        key = hashlib.sha256(
+            f"{_VERSION}\0{file.unpacked_sha256 or file.sha256}\0{identity}\0{config.data.on_bad_row}".encode()
+        ).hexdigest()[:32]
+        places[name] = directory / f"{key}.npy"
+        counts = np.full((file.rows, 4), -1, dtype=np.int64)
+        kept = _load(places[name])
+        if kept is not None:
+            shared = min(len(kept), file.rows)
+            counts[:shared] = kept[:shared]
+        found[name] = counts
+        missing[name] = [row for row in needed[name] if counts[row, 0] < 0]
+        to_do += len(missing[name])
+    for name, rows in missing.items():
+        if not rows:
+            continue
+        work = _Work(
+            model=config.backbone.model,
+            revision=config.backbone.revision,
+            think=config.workers.think,
+            task=name,
+            path=str(files[name].path),
+            own=name in config.data.files,
+            skip_bad=config.data.on_bad_row == "skip",
+            max_rows=config.data.max_rows,
+        )
+        pieces = [rows[at : at + _BATCH] for at in range(0, len(rows), _BATCH)]
+        with contextlib.closing(_results(work, pieces, files[name], tokenizer, jobs, few=to_do <= _FEW)) as results:
+            for piece, result in zip(pieces, results, strict=True):
+                found[name][piece] = result
+                done += len(piece)
+                if progress is not None:
+                    progress(done, to_do)
+        with contextlib.suppress(OSError):  # what can not be kept is counted again next time
+            _store(places[name], found[name])
+    cached = sum(map(len, needed.values())) - to_do
+    return found, to_do, cached
+
+
+def _needed(order: Order, total: int, files: Mapping[str, RowFile]) -> dict[str, list[int]]:
+    """The rows that the run's steps take."""
+    taken: dict[str, set[int]] = {name: set() for name in files}
+    for number in range(total):
+        index, place = divmod(number, order.steps_per_epoch)
+        epoch = order.epoch(index)
+        for rank in range(order.ranks):
+            batch = epoch.batch(place, rank)
+            taken[batch.task].update(batch.rows)
+    return {name: sorted(rows) for name, rows in taken.items()}
+
+
+def _results(
+    work: _Work,
+    pieces: Sequence[list[int]],
+    file: RowFile,
+    tokenizer: Any,
+    jobs: int | None,
+    *,
+    few: bool,
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    system = system_message(work.model)
+    workers = min(jobs or os.cpu_count() or 1, len(pieces))
+    if few or workers == 1:
+        for piece in pieces:
+            yield [_count(tokenizer, file, number, system=system, think=work.think) for number in piece]
+        return
+    # Spawned, not forked: the tokenizer library has threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_open, initargs=(work,)) as pool:
+        yield from pool.map(_count_piece, pieces)
+
+
+_opened: list[Any] = []  # a worker process's tokenizer, file, system message and think; set once, when it starts
+
+
+def _open(work: _Work) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    task = find_task(work.task, own=(work.task,) if work.own else ())
+    _opened[:] = [
+        load_tokenizer(work.model, work.revision),
+        open_rows(
+            task, Path(work.path), on_bad_row="skip" if work.skip_bad else "refuse", max_rows=work.max_rows
+        ),
+        system_message(work.model),
+        work.think,
+    ]
+
+
+def _count_piece(numbers: list[int]) -> list[tuple[int, int, int, int]]:
+    tokenizer, file, system, think = _opened
+    return [_count(tokenizer, file, number, system=system, think=think) for number in numbers]
+
+
+def _count(tokenizer: Any, file: RowFile, number: int, *, system: str, think: bool) -> tuple[int, int, int, int]:
+    row = file.read(number)
+    try:
+        tokens = tokenize_row(
+            tokenizer,
+            query=row.query,
+            target=row.target,
+            contexts=row.contexts,
+            extracts=row.extracts,
+            system=system,
+            think=think,
+        )
+    except DataError as error:
+        raise DataError(f"{row.place}: {error}") from error
+    return tokens.prefill_tokens, tokens.past, tokens.live_tokens, tokens.target_tokens
+
+
+def _identity(tokenizer: Any, config: Config) -> str:
+    """What the counts of a row depend on besides the row."""
+    backend = tokenizer.backend_tokenizer.to_str()
+    parts = {
+        "backend": hashlib.sha256(backend.encode()).hexdigest(),
+        "template": str(getattr(tokenizer, "chat_template", None)),
+        "eos": str(tokenizer.eos_token),
+        "system": system_message(config.backbone.model),
+        "think": config.workers.think,
+        "versions": [metadata.version(name) for name in ("transformers", "tokenizers")],
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def _load(path: Path) -> Counts | None:
+    import numpy as np
+
+    try:
+        kept: Counts = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return kept if kept.ndim == 2 and kept.shape[1] == 4 and kept.dtype == np.int64 else None
+
+
+def _store(path: Path, counts: Counts) -> None:
+    import numpy as np
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            np.save(file, counts, allow_pickle=False)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""Speed and memory of `ps merge` on a release-shaped pair, against F = reading both files and copying one.
+
+    python tests/bench/bench_merge.py [--rows 30000] [--rounds 2] [--scratch DIR] [--check]
+
+Generated: 320 fp32 LoRA tensors (84 MB) and bf16 embed_tokens and lm_head of [rows, 5120]. The release has 151669
+rows (3.19 GB a file): --rows 151669 needs 13 GB of disk. Two cases: embeddings equal in both, as in real pairs, whose
+average changes no bit of bf16; and different ones. F is `cat A B > /dev/null` and `cp A`, in the same run, files warm.
+Everything a merge does counts: start of the process, hashes of output, tensors and both inputs, fsync. --check: exit
+1 beyond the targets (equal 2.5 x F and 100 MB, different 4 x F and 350 MB), which mean the full size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from parallel_synthesis.checkpoint.safetensors_file import TensorChunks, write_safetensors
+from parallel_synthesis.provenance.hashing import HashingFile
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, LAYERS, RANK = 5120, 40, 16
+OUTPUTS = {"q": 5120, "k": 1024, "v": 1024, "o": 5120}
+CHUNK = 1 << 20
+TARGETS = {"equal": (2.5, 100), "different": (4.0, 350)}  # times F, MB
+
+
+def chunks(kind: str, nbytes: int, seed: int) -> Iterator[bytes]:
+    """Finite values: a few random chunks, over and over."""
+    rng = np.random.default_rng(seed)
+    some = []
+    for _ in range(4):
+        values = (rng.standard_normal(CHUNK // 4) * 0.02).astype(np.float32)
+        some.append(
+            values.tobytes() if kind == "F32" else np.repeat(values.view(np.uint16)[1::2], 2).tobytes()
+        )
+    for number, at in enumerate(range(0, nbytes, CHUNK)):
+        yield some[number % 4][: nbytes - at]
+
+
+def write_checkpoint(directory: Path, *, rows: int, seed: int, embedding_seed: int) -> Path:
+    shapes: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for layer in range(LAYERS):
+        for part, outputs in OUTPUTS.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj"
+            shapes[f"{module}.lora_A.weight"] = ("F32", (RANK, HIDDEN), seed)
+            shapes[f"{module}.lora_B.weight"] = ("F32", (outputs, RANK), seed)
+    for name in ("lm_head", "model.embed_tokens"):
+        shapes[f"base_model.model.{name}.weight"] = ("BF16", (rows, HIDDEN), embedding_seed)
+    tensors = {
+        name: TensorChunks(dtype=kind, shape=shape, chunks=chunks(kind, int(np.prod(shape)) * size, where))
+        for name, (kind, shape, where) in shapes.items()
+        for size in [4 if kind == "F32" else 2]
+    }
+    (directory / "judger_lora").mkdir(parents=True)
+    with (directory / "judger_lora" / "adapter_model.safetensors").open("wb") as file:
+        hashing = HashingFile(file.write)
+        write_safetensors(hashing, tensors)
+        hashing.flush()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (directory / "judger_lora" / "adapter_config.json").write_text(json.dumps(config))
+    with zipfile.ZipFile(directory / "cache_mapper.pt", "w") as archive:  # a state dict without tensors
+        archive.writestr("archive/data.pkl", b"\x80\x02}q\x00.")
+    return directory
+
+
+def baseline(a: Path, b: Path, scratch: Path) -> float:
+    started = time.perf_counter()
+    subprocess.run(f"cat '{a}' '{b}' > /dev/null && cp '{a}' '{scratch / 'copy'}'", shell=True, check=True)
+    seconds = time.perf_counter() - started
+    (scratch / "copy").unlink()
+    return seconds
+
+
+def merged(a: Path, b: Path, scratch: Path) -> tuple[float, float]:
+    """(seconds, peak RSS in MB) of one `ps merge`."""
+    out = scratch / "out"
+    command = [sys.executable, "-m", "pscli", "merge", str(a), str(b), "--out", str(out), "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    started = time.perf_counter()
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - started
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: exit {child.returncode}")
+    shutil.rmtree(out)
+    return seconds, usage.ru_maxrss * 1024 / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=30000, help="vocabulary rows; the release has 151669")
+    parser.add_argument("--rounds", type=int, default=2, help="measured this often; the best counts")
+    parser.add_argument("--scratch", type=Path, default=None, help="where the files are made")
+    parser.add_argument("--check", action="store_true", help="exit 1 beyond the targets")
+    options = parser.parse_args()
+    missed = False
+    with tempfile.TemporaryDirectory(dir=options.scratch) as name:
+        scratch = Path(name)
+        for case, (times, megabytes) in TARGETS.items():
+            a = write_checkpoint(scratch / "a", rows=options.rows, seed=1, embedding_seed=7)
+            b = write_checkpoint(
+                scratch / "b", rows=options.rows, seed=2, embedding_seed=7 if case == "equal" else 8
+            )
+            files = [one / "judger_lora" / "adapter_model.safetensors" for one in (a, b)]
+            rounds = [(baseline(*files, scratch), *merged(a, b, scratch)) for _ in range(options.rounds)]
+            plain, seconds, peak = (min(column) for column in zip(*rounds, strict=True))
+            each = files[0].stat().st_size / 1e9
+            print(
+                f"{case} embeddings, {each:.2f} GB each: merge {seconds:.2f} s = {seconds / plain:.2f} x F "
+                f"(F {plain:.2f} s, target {times} x), peak RSS {peak:.0f} MB (target {megabytes} MB)"
+            )
+            missed = missed or seconds > times * plain or peak > megabytes
+            for one in (a, b):
+                shutil.rmtree(one)
+    return 1 if missed and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
