@@ -19,6 +19,7 @@ from parallel_synthesis.errors import (
     StoppedError,
 )
 from pscli import system_ps
+from pscli.commands.inspect import inspect
 from pscli.commands.merge import merge
 from pscli.commands.resume import resume
 from pscli.commands.snapshot import snapshot
@@ -88,6 +89,7 @@ def main(
     What a run would do:   ps train general --dry-run
     Go on with a run:      ps resume runs/a
     Keep a checkpoint:     ps snapshot runs/a --name good
+    What a run covered:    ps inspect runs/a
     Check and prove a run: ps verify runs/a --replay 20
 
     Any other call, such as `ps aux`, goes to the system's own ps.
@@ -98,6 +100,7 @@ app.command("train", epilog="Everything after `--` is passed to torchrun.")(_int
 app.command("resume", epilog="Everything after `--` is passed to torchrun.")(_interruptible(resume))
 app.command("snapshot")(_interruptible(snapshot))
 app.command("merge")(_interruptible(merge))
+app.command("inspect")(_interruptible(inspect))
 app.command("verify")(_interruptible(verify))
 
 

@@ -150,8 +150,9 @@ def _evaluations(resolved: Resolved, result: TrainResult) -> str:
 def _next(resolved: Resolved, result: TrainResult) -> list[tuple[str, str]]:
     if resolved.name == "demo":
         return [
-            ("another seed", "ps train demo --set run.seed=7"),
-            ("the same bytes on two processes", "ps train demo --set run.ranks=2 --nproc 2"),
+            ("prove that its steps repeat", f"ps verify {result.out} --replay 20"),
+            ("go back and on again", f"ps resume {result.out} --step 60"),
+            ("the same bytes on two processes", "ps train demo --nproc 2"),
             ("the recipe, to edit and train", "ps train demo --show > own.toml"),
             ("what the release's recipe takes", "ps train general --dry-run"),
         ]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMMANDS = ("train", "resume", "merge", "snapshot", "verify")
-LATER = ("inspect",)  # ours by design, not in this version
+COMMANDS = ("train", "resume", "merge", "snapshot", "inspect", "verify")
+LATER: tuple[str, ...] = ()  # ours by design, not in this version
 OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 COMPLETION_VARIABLE = "_PS_COMPLETE"
 

@@ -233,7 +233,7 @@ def pretraining_text(rng, ease):
     from 1 (few facts) to 0 (as many as in the data)."""
     easy = ease > 0.8
     world = World(rng, people=3 if easy else rng.randint(3, 6))
-    facts = sum(rng.sample(world.facts(), rng.randint(1, 2)), [])
+    facts = [fact for group in rng.sample(world.facts(), rng.randint(1, 2)) for fact in group]
     rng.shuffle(facts)
     lines, left = [], list(facts)
     while left:
@@ -294,7 +294,7 @@ def start_with_lookup(model):
 
 def make_backbone():
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer()
@@ -340,7 +340,7 @@ def make_backbone():
     weights = {
         name: w.detach().contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"
     }
-    save_file(weights, BACKBONE / "model.safetensors", metadata={"format": "pt"})
+    (BACKBONE / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **settings, "dtype": "float32"}
     write_json(BACKBONE / "config.json", config)
     write_json(

@@ -58,10 +58,10 @@ class AdapterStream:
         def counted(chunks: Iterator[Bytes]) -> Iterator[Bytes]:
             nonlocal done
             for chunk in chunks:
-                yield chunk
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
+                yield chunk
 
         with contextlib.closing(_ahead(self._all_chunks())) as chunks:
             return write_safetensors(file, self._described(counted(chunks)))

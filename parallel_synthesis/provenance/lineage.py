@@ -226,7 +226,7 @@ def _line(node: Node) -> str:
         about.append("merge" + (f" {' + '.join(given)}" if given else ""))
     elif node.recipe is not None:
         about.append(f"recipe {node.recipe}")
-    if node.step is not None:
+    if node.step is not None and node.how != "merge":  # a merge is no step of any run
         about.append(f"step {node.step:,}")
     # The adapter stands for the rest: it is what every training step changes.
     by_name = sorted(

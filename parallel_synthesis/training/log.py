@@ -23,6 +23,7 @@ from parallel_synthesis.training.log_reader import CUT, ResumeLine, parse_line, 
 
 __all__ = ["CUT", "LogWriter", "count_attempts", "read_steps"]
 
+
 class LogWriter:
     """Appends whole lines; each is one write, so that a reader never meets a mixed one."""
 
@@ -124,7 +125,10 @@ def count_attempts(path: Path) -> int:
         return 0
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         found = (parse_line(line.encode(), 0).record for line in lines if "[resume]" in line)
-        return 1 + sum(isinstance(record, ResumeLine) and record.attempt is not None and record.begins for record in found)
+        return 1 + sum(
+            isinstance(record, ResumeLine) and record.attempt is not None and record.begins
+            for record in found
+        )
 
 
 def _digest_fields(digest: StepDigest) -> list[str]:

@@ -275,9 +275,7 @@ class _Rows:
     proof: Sequence[bytes]
 
 
-def _columns(
-    numbers: Sequence[int], columns: Sequence[tuple[bytes, ...]], tasks: Tasks
-) -> _Rows | None:
+def _columns(numbers: Sequence[int], columns: Sequence[tuple[bytes, ...]], tasks: Tasks) -> _Rows | None:
     """The columns of plain updates; None when a number is none after all."""
     import numpy as np
 
@@ -396,7 +394,9 @@ class _Slow:
                 "prefill": column(
                     (UNKNOWN if s.prefill_tokens is None else s.prefill_tokens for s in steps), np.int64
                 ),
-                "live": column((UNKNOWN if s.live_tokens is None else s.live_tokens for s in steps), np.int64),
+                "live": column(
+                    (UNKNOWN if s.live_tokens is None else s.live_tokens for s in steps), np.int64
+                ),
                 "memory": column((nan if s.memory_gib is None else s.memory_gib for s in steps), np.float64),
                 "rows": column((-_ranks(s) if s.rows is None else s.rows for s in steps), np.int64),
             },
@@ -410,7 +410,9 @@ def _ranks(step: StepLine) -> int:
     return 0 if step.skipped and len(step.tasks) == 1 and step.skips[0].rank > 0 else len(step.tasks)
 
 
-def _chunk(rows: _Rows | None, slow: _Slow, *, offset: int, length: int, first_line: int, lines: int) -> Chunk:
+def _chunk(
+    rows: _Rows | None, slow: _Slow, *, offset: int, length: int, first_line: int, lines: int
+) -> Chunk:
     import numpy as np
 
     if rows is None or slow.steps:
@@ -419,9 +421,7 @@ def _chunk(rows: _Rows | None, slow: _Slow, *, offset: int, length: int, first_l
         number = np.concatenate([part.number for part in parts])
         order = np.argsort(number, kind="stable")
         number = number[order]
-        values = {
-            name: np.concatenate([part.values[name] for part in parts])[order] for name in other.values
-        }
+        values = {name: np.concatenate([part.values[name] for part in parts])[order] for name in other.values}
         taken, proof = (
             list(itertools.chain.from_iterable(listed))
             for listed in ([part.taken for part in parts], [part.proof for part in parts])

@@ -152,10 +152,10 @@ class _Job:
 
     def _counted(self, chunks: Iterator[Bytes]) -> Iterator[Bytes]:
         for chunk in chunks:
-            yield chunk
             self._done += len(chunk)
             if self._progress is not None:
                 self._progress(self._done, self._total)
+            yield chunk
 
     def _config(self) -> bytes:
         """Byte for byte the base's, unless the vocabulary has other rows now."""

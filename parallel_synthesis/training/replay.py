@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ def _start(target: Target, count: int, *, last: int, ranks: int) -> tuple[Path, 
 def _compare(run: Run, original: Path, *, first: int, last: int) -> ReplayResult:
     compared: list[int] = []
     difference: Difference | None = None
+    run.observer.started(dataclasses.replace(run.started(), total_steps=last))
     for record in steps(run, StopRequest(), last=last):
         run.engine.progress.add(record)
         if record.step not in run.repeats.expected:

@@ -47,6 +47,9 @@ def train(
             "--rows-at", metavar="N", help="Dry run: also the rows that global step N takes on each rank."
         ),
     ] = None,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Dry run: tokenise the rows; which steps will the guards skip?")
+    ] = False,
     nproc: Nproc = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory of the run [runs/RECIPE-TIME].")
@@ -96,6 +99,11 @@ def train(
 
         call.output.text(reports.recipe(resolved))
         call.output.document(reports.recipe_document(resolved))
+        return
+    if coverage:
+        from pscli.commands.inspect import print_coverage
+
+        print_coverage(call.output, resolved.config)
         return
     if dry_run or rows_at_step is not None:
         _dry_run(call.output, resolved, out=out, step=rows_at_step)

@@ -88,7 +88,7 @@ def test_equal_bytes_are_copied_only_where_that_is_the_average() -> None:
         assert not WeightedSum(weights).keeps_bits("F32")
     for weights in ((0.5, 0.6), (1.0, 0.0), (2.0, -1.0), (0.3, 0.3)):  # 0 * inf and inf - inf are nan
         assert not WeightedSum(weights).keeps_bits("BF16")
-    values = patterns(torch.float32, 3)[:1000].abs()
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(3))
     assert raw(expected(values, values, 0.3, 0.7)) != raw(values)  # why fp32 is always computed
 
 
@@ -152,6 +152,8 @@ def test_it_loads_in_peft(lora_checkpoint: Make, tmp_path: Path, tiny_backbone: 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    from parallel_synthesis.model.lanes import quiet_attach
+
     modules = {
         f"base_model.model.model.layers.{layer}.self_attn.{part}_proj": (32, 16 if part == "v" else 32)
         for layer in range(2)
@@ -159,9 +161,9 @@ def test_it_loads_in_peft(lora_checkpoint: Make, tmp_path: Path, tiny_backbone: 
     }
     made = [lora_checkpoint(tmp_path / name, seed=seed, modules=modules) for seed, name in enumerate("ab")]
     merge([(str(one), 0.5) for one in made], tmp_path / "out", RELEASE)
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tiny_backbone), str(tmp_path / "out" / "judger_lora")
-    )
+    with quiet_attach():
+        backbone = AutoModelForCausalLM.from_pretrained(tiny_backbone)
+        model = PeftModel.from_pretrained(backbone, str(tmp_path / "out" / "judger_lora"))
     state = load_file(tmp_path / "out" / ADAPTER)
     inside = dict(model.named_parameters())
     for name, tensor in state.items():
@@ -303,7 +305,7 @@ def test_a_dry_run_knows_the_hashes_and_writes_nothing(lora_checkpoint: Make, tm
     assert seen[-1][0] == seen[-1][1] > 0
     assert dry.components == merge(sources, tmp_path / "out", RELEASE).components
     again = merge(sources, tmp_path / "again", RELEASE)
-    assert differences(again, str(tmp_path / "out" / "manifest.json")) != []  # the meta has another content
+    assert differences(again, str(tmp_path / "out" / "manifest.json")) == []  # two runs, the same bytes
     lines = "".join(f"{entry['sha256']}  {name}\n" for name, entry in dry.components.items())
     (tmp_path / "sums").write_text(lines)
     assert differences(again, str(tmp_path / "sums")) == differences(dry, str(tmp_path / "sums")) == []
@@ -359,8 +361,7 @@ def test_an_input_that_changes_meanwhile(lora_checkpoint: Make, tmp_path: Path) 
 
     def change(done: int, _total: int) -> None:
         if done > 1 << 20:
-            copy.touch()
-            os.replace(copy, made[0] / ADAPTER) if copy.exists() else None
+            shutil.copyfile(copy, tmp_path / "new").replace(made[0] / ADAPTER)
 
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         merge([(str(one), 0.5) for one in made], tmp_path / "out", RELEASE, progress=change)
@@ -386,7 +387,7 @@ def test_a_full_disk_leaves_nothing(lora_checkpoint: Make, tmp_path: Path) -> No
         for seed, name in enumerate("ab")
     ]
     before = {path: path.stat() for one in made for path in one.rglob("*")}
-    for room in (0, 1 << 20, 2_800_000):
+    for room in (0, 1 << 20, 2_765_000):
         with pytest.raises(StorageError, match="No space left"):
             merge([(str(one), 0.5) for one in made], tmp_path / "out", RELEASE, disk=FullDisk(room))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -410,11 +411,12 @@ def test_torch_is_not_needed_and_memory_is_little(lora_checkpoint: Make, tmp_pat
         for seed, name in enumerate("ab")
     ]
     code = (
-        "import sys, resource\n"
+        "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
         "from pscli.main import call\n"
         f"code = call(['merge', {str(made[0])!r}, {str(made[1])!r}, '--out', {str(tmp_path / 'out')!r}, '--quiet'])\n"
-        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "print(code, peak.split()[1])\n"
     )
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}

@@ -21,10 +21,11 @@ def files_below(path: Path) -> list[Path]:
 
 def test_list(ps):
     done = ps("train", "--list")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["browsecomp", "demo", "general"]
+    names = ["browsecomp", "demo", "demo-generate", "general"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == names
     recipes = json.loads(ps("train", "--list", "--json").stdout)["recipes"]
-    assert [recipe["name"] for recipe in recipes] == ["browsecomp", "demo", "general"]
-    assert "220,220 global steps" in recipes[2]["summary"]
+    assert [recipe["name"] for recipe in recipes] == names
+    assert "220,220 global steps" in recipes[-1]["summary"]
 
 
 def test_show_is_a_recipe_again(ps, tmp_path):

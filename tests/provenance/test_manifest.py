@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_synthesis.errors import CheckpointError
+from parallel_synthesis.errors import CheckpointError, ManifestError
 from parallel_synthesis.provenance import manifest as manifests
+from parallel_synthesis.provenance.check import Expected
 from parallel_synthesis.provenance.manifest import verify, verify_quick
+from parallel_synthesis.resources import resource
 
 HEADER = b"\x08\0\0\0\0\0\0\0{header}"
 FILES = {
@@ -215,3 +218,134 @@ def test_building_one() -> None:
         and list(document["files"]) == ["a", "b"]
     )
     assert "global_step" not in manifests.build({}, global_step=None, kind="backbone")
+
+
+# Forms that say the same.
+
+NAMES = st.lists(
+    st.text(
+        st.characters(codec="utf-8", exclude_characters='/\\:\0"', exclude_categories=["Cc"]),
+        min_size=1,
+        max_size=6,
+    ).filter(lambda part: part not in (".", "..")),
+    min_size=1,
+    max_size=3,
+).map("/".join)
+DIGEST = st.binary(min_size=32, max_size=32).map(bytes.hex)
+LISTS = st.dictionaries(
+    NAMES.filter(lambda name: name != "manifest.json"),
+    st.tuples(st.integers(0, 2**60), DIGEST),
+    min_size=1,
+    max_size=4,
+)
+FUZZ = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+
+
+def listed(files: dict[str, tuple[int, str]]) -> dict[str, Any]:
+    return {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in files.items()}
+
+
+@FUZZ
+@given(LISTS, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["files", "components"]))
+def test_every_form_of_a_list_is_read_the_same(
+    files: dict[str, tuple[int, str]], upper: bool, windows: bool, mark: bool, key: str
+) -> None:
+    wanted = {name: (size, sha256) for name, (size, sha256) in files.items()}
+    document = manifests.build(listed(files), global_step=5)
+    assert document["schema_version"] == 1
+    entries = document.pop("files")
+    if upper:
+        entries = {name: entry | {"sha256": entry["sha256"].upper()} for name, entry in entries.items()}
+    if windows:
+        entries = {name.replace("/", "\\"): entry for name, entry in entries.items()}
+    text = json.dumps(document | {key: entries}, indent=1)
+    raw = (b"\xef\xbb\xbf" if mark else b"") + text.replace("\n", "\r\n" if windows else "\n").encode()
+    found = manifests.parse(raw, "m.json")
+    assert {name: (one.bytes, one.sha256) for name, one in found.files.items()} == wanted
+    assert found.form == {"files": "manifest", "components": "release_manifest"}[key]
+    assert found.sha256 == hashlib.sha256(raw).hexdigest()
+    lines = manifests.sha256sum_lines(found.files)
+    assert lines == lines.lower() or any(name != name.lower() for name in files)
+    if windows:
+        lines = "\ufeff" + lines.replace("\n", "\r\n")
+    again = manifests.parse(lines.encode(), "sums")
+    assert again.form == "sha256sum"
+    assert {name: one.sha256 for name, one in again.files.items()} == {n: d for n, (_, d) in files.items()}
+
+
+@FUZZ
+@given(st.text(max_size=12) | NAMES)
+def test_a_name_that_is_accepted_stays_inside(name: str) -> None:
+    if manifests.is_inside(name):
+        assert os.path.normpath(f"/base/dir/{name}").startswith("/base/dir/")
+        assert os.path.normpath(name) == name
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | DIGEST,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "files",
+                    "components",
+                    "schema_version",
+                    "kind",
+                    "bytes",
+                    "sha256",
+                    "tensors",
+                    "a/b",
+                    "..",
+                    "x",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@FUZZ
+@given(
+    st.binary(max_size=60)
+    | JUNK.map(lambda value: json.dumps(value).encode())
+    | st.text(max_size=80).map(str.encode)
+)
+def test_anything_else_is_one_kind_of_error(raw: bytes) -> None:
+    try:
+        found = manifests.parse(raw, "m.json")
+    except ManifestError as error:
+        assert error.problems and all("m.json" in problem for problem in error.problems)
+    else:
+        assert found.files and all(manifests.is_inside(name) for name in found.files)
+
+
+def test_sha256sum_itself_reads_our_lines(tmp_path: Path) -> None:
+    names = ("plain", "with space", "sub/é", "new\nline")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    files = {name: Expected(sha256=entry(name.encode())["sha256"]) for name in names}
+    lines = manifests.sha256sum_lines(files)
+    done = subprocess.run(
+        ["sha256sum", "-c"], input=lines, text=True, cwd=tmp_path, capture_output=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.count(": OK") == 4
+    made = subprocess.run(
+        ["sha256sum", *names], text=True, cwd=tmp_path, capture_output=True, check=True
+    ).stdout
+    assert manifests.parse(made.encode(), "sums").files == files
+
+
+def test_the_demo_and_release_manifests_are_read() -> None:
+    release = manifests.parse(resource("artifacts", "release_checkpoint.json").read_bytes(), "release")
+    assert release.form == "release_manifest"
+    assert {name: one.bytes for name, one in release.files.items()} == {
+        "cache_mapper.pt": 3599,
+        "judger_lora/adapter_config.json": 995,
+        "judger_lora/adapter_model.safetensors": 3190110480,
+    }
+    assert release.files["judger_lora/adapter_model.safetensors"].sha256.startswith("25f09176222bd328")

@@ -3,21 +3,29 @@ implementation."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_synthesis.checkpoint.snapshots import Snapshot
+from parallel_synthesis.config import MapperConfig
 from parallel_synthesis.errors import CheckpointError, DataError, StorageError
 from parallel_synthesis.provenance import schema as schemas
+from parallel_synthesis.provenance.manifest import build
+from parallel_synthesis.provenance.problems import Problem, ProblemKind
+from parallel_synthesis.recipe import recipe_schema
 from parallel_synthesis.resources import resource
+from parallel_synthesis.training.records import RunRecord
 
-OURS = ("checkpoint_meta", "cache_mapper_config", "run_args", "train_mixed_summary", "manifest")
+ALL = sorted(path.name.removesuffix(".schema.json") for path in resource("schemas").glob("*.json"))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -57,7 +65,7 @@ SUMMARY = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ALL)
 def test_each_schema_is_valid_draft_2020_12(name: str) -> None:
     document = json.loads(resource("schemas", f"{name}.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(document)
@@ -160,3 +168,90 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         schemas.read_json(tmp_path / "absent.json")
     path.write_bytes(b'\xef\xbb\xbf{"a": NaN}')
     assert math.isnan(schemas.read_json(path)["a"])
+
+
+def properties(name: str, *path: str) -> set[str]:
+    document = json.loads(resource("schemas", f"{name}.schema.json").read_text())
+    for key in path:
+        document = document[key]
+    return set(document["properties"])
+
+
+def fields(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_the_schemas_are_those_of_the_dataclasses() -> None:
+    assert json.loads(resource("schemas", "recipe.schema.json").read_text()) == recipe_schema()
+    assert properties("cache_mapper_config") == fields(MapperConfig)
+    kept = ("properties", "snapshots", "items")
+    assert properties("snapshots", *kept) == fields(Snapshot)
+    # origins .. attempts are RunRecord's own; the first two are the file's.
+    assert properties("run_args") == fields(RunRecord) | {"schema_version", "version", "recipe"}
+    problem = ("properties", "problems", "items")
+    assert properties("verify_report", *problem) == fields(Problem) - {"kind"} | {"status"}
+    document = json.loads(resource("schemas", "verify_report.schema.json").read_text())
+    listed = document["properties"]["problems"]["items"]["properties"]["status"]["enum"]
+    assert set(listed) == set(get_args(ProblemKind))
+    assert properties("manifest") == set(build({}, global_step=1))
+
+
+def test_shipped_files_follow_their_schemas() -> None:
+    for name, path in (
+        ("release_manifest", resource("artifacts", "release_checkpoint.json")),
+        ("data_manifest", resource("manifests", "training_data.json")),
+        ("backbones", resource("manifests", "backbones.json")),
+    ):
+        schemas.load_json(path, name)
+    recipes = sorted(resource("recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        assert schemas.problems(tomllib.loads(path.read_text("utf-8")), "recipe") == [], path.name
+
+
+def test_a_release_and_a_merge_of_the_reference_follow_them() -> None:
+    sha256 = "a" * 64
+    release = {
+        "schema_version": "1",
+        "artifact_name": "x",
+        "training_data_manifest": "data.json",
+        "huggingface_repo_id": "owner/name",
+        "base_model": "Qwen/Qwen3-14B",
+        "base_model_revision": "b" * 40,
+        "format": "components",
+        "components": {"cache_mapper.pt": {"bytes": 3599, "sha256": sha256}},
+        "mapper": {"hidden_dim": 32, "metadata_features": "both", "source": "x", "source_sha256": sha256},
+        "judger_lora": {
+            "rank": 16,
+            "alpha": 32,
+            "dropout": 0.0,
+            "adapter_embedding_vocab_size": 151669,
+            "base_model_padded_vocab_size": 151936,
+            "target_modules": ["q_proj"],
+        },
+        "lineage": {"anything": []},
+        "training_datasets": {"flan": {"path_hint": "x", "rows": 1, "bytes": 2, "sha256": sha256}},
+        "validated_environment": {"python": "3.10.19", "attention_backend": "sdpa"},
+    }
+    assert schemas.problems(release, "release_manifest") == []
+    assert schemas.problems(release | {"schema_version": 2}, "release_manifest") == [
+        "$.schema_version: expected maximum 1, found 2"
+    ]
+    merge = {
+        "merge_type": "weighted_average",
+        "checkpoint_a": "a",
+        "checkpoint_b": "b",
+        "source_b_is_base": False,
+        "weight_a": 0.5,
+        "weight_b": 0.5,
+        "missing_policy": "error",
+        "cache_mapper_source": "b",
+        "lora_merge_mode": "parameter_average",
+        "merged_artifacts": ["cache_mapper.pt"],
+    }
+    assert schemas.problems(merge, "checkpoint_merge_meta") == []
+    bad = merge | {"parents": [{"source": "a", "step": -1, "components": {"x": "y"}}]}
+    assert schemas.problems(bad, "checkpoint_merge_meta") == [
+        "$.parents[0].components.x: expected pattern ^[0-9a-f]{64}$, found 'y'",
+        "$.parents[0].step: expected minimum 0, found -1",
+    ]

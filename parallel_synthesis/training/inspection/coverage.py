@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -260,7 +260,11 @@ def _agreement(log: RunLog, steps: Sequence[_Step]) -> Agreement:
             if logged != steps[step - 1].skips:
                 differing += 1
                 if first is None or step < first[0]:
-                    first = (step, ", ".join(steps[step - 1].skips) or "an update", ", ".join(logged) or "an update")
+                    first = (
+                        step,
+                        ", ".join(steps[step - 1].skips) or "an update",
+                        ", ".join(logged) or "an update",
+                    )
     return Agreement(
         compared=compared,
         differing=differing,
@@ -332,7 +336,9 @@ def _counts(
             max_rows=config.data.max_rows,
         )
         pieces = [rows[at : at + _BATCH] for at in range(0, len(rows), _BATCH)]
-        with contextlib.closing(_results(work, pieces, files[name], tokenizer, jobs, few=to_do <= _FEW)) as results:
+        with contextlib.closing(
+            _results(work, pieces, files[name], tokenizer, jobs, few=to_do <= _FEW)
+        ) as results:
             for piece, result in zip(pieces, results, strict=True):
                 found[name][piece] = result
                 done += len(piece)
@@ -364,7 +370,7 @@ def _results(
     jobs: int | None,
     *,
     few: bool,
-) -> Iterator[list[tuple[int, int, int, int]]]:
+) -> Generator[list[tuple[int, int, int, int]], None, None]:
     system = system_message(work.model)
     workers = min(jobs or os.cpu_count() or 1, len(pieces))
     if few or workers == 1:
@@ -372,11 +378,15 @@ def _results(
             yield [_count(tokenizer, file, number, system=system, think=work.think) for number in piece]
         return
     # Spawned, not forked: the tokenizer library has threads.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_open, initargs=(work,)) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_open, initargs=(work,)
+    ) as pool:
         yield from pool.map(_count_piece, pieces)
 
 
-_opened: list[Any] = []  # a worker process's tokenizer, file, system message and think; set once, when it starts
+_opened: list[
+    Any
+] = []  # a worker process's tokenizer, file, system message and think; set once, when it starts
 
 
 def _open(work: _Work) -> None:
@@ -397,7 +407,9 @@ def _count_piece(numbers: list[int]) -> list[tuple[int, int, int, int]]:
     return [_count(tokenizer, file, number, system=system, think=think) for number in numbers]
 
 
-def _count(tokenizer: Any, file: RowFile, number: int, *, system: str, think: bool) -> tuple[int, int, int, int]:
+def _count(
+    tokenizer: Any, file: RowFile, number: int, *, system: str, think: bool
+) -> tuple[int, int, int, int]:
     row = file.read(number)
     try:
         tokens = tokenize_row(

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_synthesis.checkpoint.layout import ADAPTER_CONFIG, ADAPTER_MODEL, CACHE_MAPPER, CHECKPOINT_META
+from parallel_synthesis.checkpoint.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    CACHE_MAPPER,
+    CHECKPOINT_META,
+    JUDGER_LORA,
+    RUN_ARGS,
+    SUMMARY,
+    TRAIN_LOG,
+)
 from parallel_synthesis.data.index import open_rows
 from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.tasks import TASKS, Task
@@ -63,13 +72,15 @@ def inspect_checkpoint(path: Path) -> CheckpointReport:
     meta = load_json(path / CHECKPOINT_META, "checkpoint_meta") if (path / CHECKPOINT_META).is_file() else {}
     files = {
         str(file.relative_to(path)): file.stat().st_size
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and (file.parent == path or file.parent.name == "judger_lora")
+        for file in sorted([*path.iterdir(), *(path / JUDGER_LORA).iterdir()])
+        if file.is_file() and file.name not in (RUN_ARGS, TRAIN_LOG, SUMMARY)
     }
     tensors = [*_mapper(path / CACHE_MAPPER), *_safetensors(path / ADAPTER_MODEL)]
     adapter = read_json(path / ADAPTER_CONFIG) if (path / ADAPTER_CONFIG).is_file() else {}
     committed = (path / manifest.MANIFEST).is_file()
-    problems = [str(problem) for problem in manifest.verify(path, quick=True, extra=False)] if committed else []
+    problems = (
+        [str(problem) for problem in manifest.verify(path, quick=True, extra=False)] if committed else []
+    )
     frozen = [tensor for tensor in tensors if tensor.frozen]
     return CheckpointReport(
         path=path,
@@ -84,7 +95,9 @@ def inspect_checkpoint(path: Path) -> CheckpointReport:
         files=files,
         bytes=sum(files.values()),
         adapter={
-            key: adapter.get(key) for key in ("r", "lora_alpha", "lora_dropout", "target_modules") if key in adapter
+            key: adapter.get(key)
+            for key in ("r", "lora_alpha", "lora_dropout", "target_modules")
+            if key in adapter
         },
         tensors=tuple(tensors),
         dtypes=dict(sorted(Counter(tensor.dtype for tensor in tensors).items())),

@@ -117,7 +117,11 @@ def find_repeats(log: RunLog) -> Repeats:
             if number < 0:
                 continue
             places = np.flatnonzero(attempt == number)
-            again = places[(chunk.step[places] <= highest) & (chunk.step[places] >= low)] if number else places[:0]
+            again = (
+                places[(chunk.step[places] <= highest) & (chunk.step[places] >= low)]
+                if number
+                else places[:0]
+            )
             highest = max(highest, int(chunk.step[places].max()))
             if not len(again):
                 continue
@@ -140,7 +144,9 @@ def find_repeats(log: RunLog) -> Repeats:
                 else:
                     differing += 1
                     if len(first) < LISTED:
-                        first.append(Repeat(step=step, line_before=old.line, line_now=now.line, difference=found))
+                        first.append(
+                            Repeat(step=step, line_before=old.line, line_now=now.line, difference=found)
+                        )
     return Repeats(
         repeated=repeated,
         same=same,
@@ -162,7 +168,9 @@ def _versions(
         if chunk.offset > until.offset or read > budget:
             break
         read += chunk.length
-        for place in ((chunk.step >= low) & (chunk.step <= high) & (chunk.line < line_end)).nonzero()[0].tolist():
+        for place in (
+            ((chunk.step >= low) & (chunk.step <= high) & (chunk.line < line_end)).nonzero()[0].tolist()
+        ):
             if chunk.line[place] >= log.first_line:
                 found[int(chunk.step[place])] = version(chunk, place)
     return found, read
@@ -177,7 +185,8 @@ def find_gaps(log: RunLog, *, stride: int) -> tuple[int, list[Gap]]:
         return 0, []
     counts = (blocks.total_by_block("updates") + blocks.total_by_block("skipped")).astype(int)
     last = log.last_step
-    missing, gaps = 0, []
+    missing = 0
+    gaps: list[Gap] = []
     for block in range(blocks.block(last) + 1):
         begin, end = blocks.start(block), min(blocks.start(block + 1) - 1, last)
         lacking = end - begin + 1 - int(counts[block])
@@ -236,4 +245,3 @@ def find_stride(log: RunLog) -> int:
         if len(steps) > 3:
             return max(1, int(np.median(np.diff(steps))))
     return 1
-

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_synthesis.training.inspection.blocks import FIELD, Blocks
-from parallel_synthesis.training.inspection.repeats import Repeats, find_gaps, find_odd, find_repeats, find_stride
+from parallel_synthesis.training.inspection.repeats import (
+    Repeats,
+    find_gaps,
+    find_odd,
+    find_repeats,
+    find_stride,
+)
 from parallel_synthesis.training.inspection.runlog import Gap, OddStep, RunLog, Segment
 from parallel_synthesis.training.progress import perplexity
 
@@ -138,7 +144,9 @@ def report(
     span = max(_LEAST, math.ceil(_SHARE * (log.last_step - log.first_step + 1)))
     start_until = min(log.first_step + span - 1, log.last_step)
     now_from = max(log.last_step - span + 1, log.first_step)
-    has_steps = log.blocks is not None and bool(total[:, FIELD["updates"]].sum() + total[:, FIELD["skipped"]].sum() > 0)
+    has_steps = log.blocks is not None and bool(
+        total[:, FIELD["updates"]].sum() + total[:, FIELD["skipped"]].sum() > 0
+    )
     early = log.sums(log.first_step, start_until).total() if has_steps else total
     late = log.sums(now_from, log.last_step).total() if has_steps else total
     names = log.tasks.names
@@ -162,7 +170,9 @@ def report(
         steps=live,
         updates=int(whole[FIELD["updates"]]),
         skipped=int(whole[FIELD["skipped"]]),
-        skips_by_reason={name: int(counts.sum()) for name, counts in sorted(blocks.reasons.items()) if counts.any()},
+        skips_by_reason={
+            name: int(counts.sum()) for name, counts in sorted(blocks.reasons.items()) if counts.any()
+        },
         rows=sum(task.rows for task in tasks),
         rows_exact=bool(whole[FIELD["rows_unsaid"]] == 0),
         skipped_rows=int(whole[FIELD["skipped_rows"]]),
@@ -189,7 +199,11 @@ def report(
         repeats=find_repeats(log),
         missing=missing,
         gaps=tuple(gaps),
-        epochs=tuple(sorted({epoch.epoch: (epoch.epoch, epoch.loss, epoch.perplexity) for epoch in log.epochs}.values())),
+        epochs=tuple(
+            sorted(
+                {epoch.epoch: (epoch.epoch, epoch.loss, epoch.perplexity) for epoch in log.epochs}.values()
+            )
+        ),
         notes=tuple((note.line, f"[{note.kind}] {note.text}") for note in log.notes),
         noise=tuple(
             NoiseReport(kind=kind, count=found.count, lines=tuple(found.lines))
@@ -241,17 +255,20 @@ def _task(
 def _curve(log: RunLog, blocks: Blocks) -> tuple[Point, ...]:
     used = blocks.block(log.last_step) + 1
     group = max(1, math.ceil(used / POINTS))
+    starts = list(range(0, used, group))
+    if len(starts) > 1 and 2 * (log.last_step + 1 - blocks.start(starts[-1])) < group * blocks.width:
+        starts.pop()  # a last point of a few steps would stand out for nothing
     points = []
-    for block in range(0, used, group):
-        part = blocks.sums[block : block + group].sum(axis=0)
+    for block, end in zip(starts, [*starts[1:], used], strict=True):
+        part = blocks.sums[block:end].sum(axis=0)
         whole = part.sum(axis=0)
         if not whole[FIELD["updates"]] + whole[FIELD["skipped"]]:
             continue
-        memory = float(blocks.memory[block : block + group].max())
+        memory = float(blocks.memory[block:end].max())
         points.append(
             Point(
                 first=blocks.start(block),
-                last=min(blocks.start(block + group) - 1, log.last_step),
+                last=min(blocks.start(end) - 1, log.last_step),
                 updates=int(whole[FIELD["updates"]]),
                 skipped=int(whole[FIELD["skipped"]]),
                 tokens=int(whole[FIELD["tokens"]]),
@@ -262,9 +279,9 @@ def _curve(log: RunLog, blocks: Blocks) -> tuple[Point, ...]:
                     if number < len(part) and part[number, FIELD["updates"]]
                 },
                 skips={
-                    reason: int(counts[block : block + group].sum())
+                    reason: int(counts[block:end].sum())
                     for reason, counts in sorted(blocks.reasons.items())
-                    if counts[block : block + group].any()
+                    if counts[block:end].any()
                 },
                 seconds_per_step=_ratio(whole, "seconds", "timed"),
                 tokens_per_second=_ratio(whole, "timed_tokens", "seconds"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel_synthesis.checkpoint.layout import (
-    LATEST,
     TRAIN_LOG,
     RunPaths,
     committed_milestones,
@@ -19,12 +18,14 @@ from parallel_synthesis.checkpoint.layout import (
 from parallel_synthesis.data.order import Order
 from parallel_synthesis.errors import CheckpointError, DataError, ParallelSynthesisError
 from parallel_synthesis.provenance import manifest
-from parallel_synthesis.provenance.schema import load_json, read_json
+from parallel_synthesis.provenance.schema import load_json
 from parallel_synthesis.training.inspection.blocks import FIELD
 from parallel_synthesis.training.inspection.report import LogReport, report
 from parallel_synthesis.training.inspection.runlog import RunLog
 
-_LIVE_SECONDS = 120.0  # a log that nobody wrote to for so long is not that of a live run, unless its steps are longer
+_LIVE_SECONDS = (
+    120.0  # a log that nobody wrote to for so long is not that of a live run, unless its steps are longer
+)
 _LOSS_DIGITS = 1e-4  # the log rounds to 4 digits
 
 
@@ -88,6 +89,22 @@ class Plan:
     steps: Mapping[str, int] | None
     milestones: tuple[int, ...]
     summary: Mapping[str, Any] | None
+
+
+EMPTY_PLAN = Plan(
+    recipe=None,
+    config={},
+    environment={},
+    attempts=(),
+    data={},
+    total_steps=None,
+    steps_per_epoch=None,
+    batch_size=1,
+    rows=None,
+    steps=None,
+    milestones=(),
+    summary=None,
+)
 
 
 def is_run(path: Path) -> bool:
@@ -169,7 +186,9 @@ def _extent(
         for task, count in order.steps_per_task.items():
             steps[task] += count * epochs
             taken[task] += (rows[task] - order.dropped_rows[task]) * epochs
-    for index, last in [(epochs, rest)] if full else [*((e, per_epoch) for e in range(epochs)), (epochs, rest)]:
+    for index, last in (
+        [(epochs, rest)] if full else [*((e, per_epoch) for e in range(epochs)), (epochs, rest)]
+    ):
         if not last:
             continue
         epoch = order.epoch(index)
@@ -239,7 +258,9 @@ def _milestones(run: Path, plan: Plan, last_step: int) -> tuple[Milestone, ...]:
     for step in sorted(set(plan.milestones)):
         name = milestone_name(plan.recipe or "custom", step)
         reached = plan.total_steps is None or step <= plan.total_steps
-        found.append(Milestone(name=name, step=step, present=name in there, due=reached and step <= last_step))
+        found.append(
+            Milestone(name=name, step=step, present=name in there, due=reached and step <= last_step)
+        )
     named = {milestone.name for milestone in found}
     for name, path in there.items():
         if name not in named:
@@ -269,7 +290,9 @@ def _complete(
         lacking.append(f"{figures.missing:,} steps within the log")
     lacking += [f"milestone {m.name}, which was due" for m in milestones if m.due and not m.present]
     lacking += [
-        f"milestone {m.name}, still to come" for m in milestones if not m.due and not m.present and (total or 0) >= m.step
+        f"milestone {m.name}, still to come"
+        for m in milestones
+        if not m.due and not m.present and (total or 0) >= m.step
     ]
     if not paths.manifest.exists():
         lacking.append("the final checkpoint (its manifest.json is written at the end)")
@@ -330,7 +353,11 @@ def _compare_summary(
     ]
     tokens = whole[FIELD["finite_tokens"]]
     loss = metrics.get("avg_loss")
-    if tokens and isinstance(loss, int | float) and not abs(whole[FIELD["loss"]] / tokens - loss) <= _LOSS_DIGITS:
+    if (
+        tokens
+        and isinstance(loss, int | float)
+        and not abs(whole[FIELD["loss"]] / tokens - loss) <= _LOSS_DIGITS
+    ):
         found.append(Disagreement(name="avg_loss", log=float(whole[FIELD["loss"]] / tokens), summary=loss))
     return step, tuple(found), None
 
@@ -345,14 +372,6 @@ def find_log(given: str) -> Path:
     raise CheckpointError(f"{given}: expected a run directory with a {TRAIN_LOG}, or a log file")
 
 
-def latest_of(run: Path) -> Path | None:
-    """The newest committed step checkpoint, for a run's page."""
-    newest = newest_committed(run)
-    return newest[0].path if newest else (run / LATEST if (run / LATEST).is_dir() else None)
-
-
-def checkpoint_meta(path: Path) -> Mapping[str, Any]:
-    """checkpoint_meta.json of a checkpoint, {} when it has none."""
-    meta = path / "checkpoint_meta.json"
-    document: Mapping[str, Any] = read_json(meta) if meta.is_file() else {}
-    return document
+def ends_here(run: Path) -> bool:
+    """A run that nobody needs to watch any more: it has its final manifest."""
+    return RunPaths(run).manifest.exists()

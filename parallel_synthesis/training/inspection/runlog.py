@@ -191,7 +191,9 @@ class RunLog:
         resumes = [resume for resume in chunk.resumes if resume.begins]
         self.resumes += resumes[: _MOST_KEPT - len(self.resumes)]
         by_place: dict[int, list[ResumeLine]] = {}
-        for place, resume in zip(np.searchsorted(lines, [r.line for r in resumes]).tolist(), resumes, strict=True):
+        for place, resume in zip(
+            np.searchsorted(lines, [r.line for r in resumes]).tolist(), resumes, strict=True
+        ):
             by_place.setdefault(place, []).append(resume)
         places = set(by_place)
         if count:

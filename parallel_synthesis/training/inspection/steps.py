@@ -88,7 +88,7 @@ def inspect_step(log: RunLog, plan: Plan, step: int) -> StepReport:
             for rank, rows in enumerate(counting.record.digest.rows)
             for number in rows
         ]
-        rows_from = "train.log"
+        rows_from: str | None = "train.log"
     else:
         numbers = _from_order(plan, step)
         rows_from = "the run's data order" if numbers else None
