@@ -70,7 +70,7 @@ class Resolved:
 def list_recipes() -> list[RecipeInfo]:
     """The shipped recipes, by name."""
     found = []
-    for path in sorted(resource("recipes").glob("*.toml")):
+    for path in sorted(resource("recipes").glob("*.toml"), key=lambda path: path.stem):
         first = path.read_text(encoding="utf-8").split("\n", 1)[0]
         found.append(RecipeInfo(name=path.stem, path=path, summary=first.removeprefix("#").strip()))
     return found

@@ -101,7 +101,7 @@ def coverage(found: Coverage, paint: Paint) -> str:
         *(f"  {count:,} {reason}" for reason, count in found.skips.items()),
         "",
     ]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             task.task,
             bar(task.kept_rows / task.rows) if task.rows else "",
@@ -131,7 +131,7 @@ def coverage(found: Coverage, paint: Paint) -> str:
     for name, spreads in (("all tasks", found.spreads), *((task.task, task.spreads) for task in found.tasks)):
         if not spreads or (name != "all tasks" and len(found.tasks) == 1):
             continue
-        rows: list[tuple[str, ...]] = [
+        rows = [
             (
                 spread.quantity,
                 "off" if spread.limit < 0 else f"{spread.limit:,}",

@@ -89,6 +89,7 @@ def main(
     What a run would do:   ps train general --dry-run
     Go on with a run:      ps resume runs/a
     Keep a checkpoint:     ps snapshot runs/a --name good
+    Merge two:             ps merge runs/b runs/a@general_step_95060 --out merged
     What a run covered:    ps inspect runs/a
     Check and prove a run: ps verify runs/a --replay 20
 

@@ -46,7 +46,9 @@ def test_the_commands_of_the_readme_do_what_it_shows(environment: dict[str, str]
     scripts = tmp_path / "bin"
     scripts.mkdir()
     script = scripts / "ps"  # as installed, but from this checkout
-    script.write_text(f"#!{sys.executable}\nimport sys\nfrom pscli.main import run\nsys.argv[0] = 'ps'\nrun()\n")
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom pscli.main import run\nsys.argv[0] = 'ps'\nrun()\n"
+    )
     script.chmod(0o755)
     environment["PATH"] = f"{scripts}:{environment['PATH']}"
     ran = 0
@@ -54,13 +56,20 @@ def test_the_commands_of_the_readme_do_what_it_shows(environment: dict[str, str]
         for command, shown in commands(block):
             command, _, comment = command.partition("  # exit ")
             result = subprocess.run(
-                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             output = result.stdout + result.stderr
             assert result.returncode == int(comment or 0), f"{command}\n{output}"
             there = {plain(line) for line in output.splitlines()}
             missing = [line for line in shown if plain(line) not in there]
-            assert not missing, f"{command}\nshows lines that it does not print: {missing}\nit prints\n{output}"
+            assert not missing, (
+                f"{command}\nshows lines that it does not print: {missing}\nit prints\n{output}"
+            )
             ran += 1
     assert ran >= 8
 
@@ -81,7 +90,9 @@ def test_every_field_of_a_recipe_is_explained() -> None:
             continue
         fields = dataclasses.fields(getattr(Config(), section.name))
         for field in fields:
-            assert re.search(rf"^{field.name}\b", _table_of(section.name), re.MULTILINE), f"{section.name}.{field.name}"
+            assert re.search(rf"^{field.name}\b", _table_of(section.name), re.MULTILINE), (
+                f"{section.name}.{field.name}"
+            )
 
 
 def _table_of(section: str) -> str:

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Make the built-in demo: data files, tokenizer, a small pretrained backbone and their manifest.
 
     python artifacts/demo/make.py data | tokenizer | backbone | all
 
-Everything is generated from SEED and nothing is downloaded. `data` needs the standard library only, `tokenizer` the
-`tokenizers` package, `backbone` torch and transformers (5.x) and some minutes on two cores. Each command rewrites
-manifest.json for the files that are there. The result is committed, so users need none of this.
+Everything is generated from SEED and nothing is downloaded. It needs torch, transformers 5.x and tokenizers; `backbone`
+takes two to five minutes on one core. Each command rewrites manifest.json for the files that are there. The result is
+committed, so users need none of this.
 
 The demo's world: people have family names, and families live in cities. A few short lists (the branches) state such
 facts, and every question needs two facts that stand in different lists.

@@ -75,7 +75,7 @@ def merge(
     StorageError for a disk that is full or will be. Inputs are only read. A failure or a kill leaves nothing under
     `out`. dry_run does all but the writing, so that the hashes are known and every byte of the inputs was read.
     """
-    problems = check_options(options, len(sources))
+    problems = check_options(options, [weight for _, weight in sources])
     if problems:
         raise ConfigError(problems)
     with opened(sources) as inputs:
@@ -160,16 +160,17 @@ class _Job:
     def _check_inputs(self) -> None:
         """The bytes that were read are still those of the files, and those of the inputs' own manifests."""
         for one in self._inputs:
-            one.tensors.check_unchanged()
             components = {
                 layout.CACHE_MAPPER: sha256_bytes(one.files[layout.CACHE_MAPPER]),
                 layout.ADAPTER_MODEL: one.tensors.sha256(),
             }
-            if one.recorded_sha256 not in (None, components[layout.ADAPTER_MODEL]):
-                raise CheckpointError(
-                    f"{one.tensors.path} is damaged: its content differs from the sha256 in its manifest; use "
-                    f"another checkpoint in place of {one.label}"
-                )
+            one.tensors.check_unchanged()
+            for name, sha256 in components.items():
+                if one.recorded.get(name, sha256) != sha256:
+                    raise CheckpointError(
+                        f"{one.directory / name} is damaged: its content differs from the sha256 in its manifest; "
+                        f"use another checkpoint in place of {one.label}"
+                    )
             self.parents.append({"source": one.given, "step": one.step, "components": components})
         if len({parent["components"][layout.ADAPTER_MODEL] for parent in self.parents}) < len(self.parents):
             self.warnings.append("two inputs have the same adapter, byte for byte")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class MergeInput:
     files: Mapping[str, bytes] = field(repr=False)  # name -> content of the small files there are
     mapper_config: Mapping[str, Any]
     mapper_shapes: Mapping[str, tuple[int, ...]]
-    recorded_sha256: str | None  # of the adapter file, where the input has a manifest
+    recorded: Mapping[str, str]  # component -> sha256, where the input has a manifest
 
     @property
     def scale(self) -> float:
@@ -162,9 +163,10 @@ def _open(label: str, given: str, directory: Path, weight: float, tensors: Tenso
     if layout.CACHE_MAPPER_CONFIG in files:
         mapper_config = _object(files[layout.CACHE_MAPPER_CONFIG], directory / layout.CACHE_MAPPER_CONFIG)
     meta = directory / layout.CHECKPOINT_META
-    recorded = None
+    recorded = {}
     if layout.is_committed(directory):
-        recorded = manifest.read(directory)["files"].get(layout.ADAPTER_MODEL, {}).get("sha256")
+        listed = manifest.read(directory)["files"]
+        recorded = {name: entry["sha256"] for name, entry in listed.items()}
     return MergeInput(
         label=label,
         given=given,
@@ -176,7 +178,7 @@ def _open(label: str, given: str, directory: Path, weight: float, tensors: Tenso
         files=files,
         mapper_config=mapper_config,
         mapper_shapes=pt_shapes(directory / layout.CACHE_MAPPER),
-        recorded_sha256=recorded,
+        recorded=recorded,
     )
 
 
@@ -199,9 +201,14 @@ def lora_modules(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_options(options: MergeOptions, count: int) -> list[str]:
-    """Problems of the options themselves, for ConfigError."""
-    found = []
+def check_options(options: MergeOptions, weights: Sequence[float]) -> list[str]:
+    """Problems of the options and weights themselves, for ConfigError."""
+    count = len(weights)
+    found = [
+        f"weight {weight} of input {place}: expected a finite number"
+        for place, weight in enumerate(weights, 1)
+        if not math.isfinite(weight)
+    ]
     for name in options.allow_mismatch:
         if name not in ALLOWABLE:
             found.append(

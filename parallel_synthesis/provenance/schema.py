@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_synthesis.errors import CheckpointError, StorageError
+from parallel_synthesis.provenance.schema_fast import surely_follows
 from parallel_synthesis.resources import resource
 
 _SHOWN = 80  # characters of an offending value that a message shows
@@ -94,6 +95,9 @@ def validate(
 
 def problems(document: Any, schema_name: str) -> list[str]:
     """Every problem as `$.path: expected ..., found ...`; empty when the document is valid."""
+    schema = _schema(schema_name)
+    if surely_follows(document, schema):
+        return []
     found = _validator(schema_name).iter_errors(document)
     return [
         _describe(problem) for problem in sorted(found, key=lambda problem: _sort_key(problem.absolute_path))
@@ -105,8 +109,15 @@ def _validator(schema_name: str) -> Any:
     # Imported here: it costs a tenth of a second that `ps --help` has no use for.
     from jsonschema import Draft202012Validator
 
-    schema = json.loads(resource("schemas", f"{schema_name}.schema.json").read_text("utf-8"))
-    return Draft202012Validator(schema)
+    return Draft202012Validator(_schema(schema_name))
+
+
+@functools.cache
+def _schema(schema_name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(
+        resource("schemas", f"{schema_name}.schema.json").read_text("utf-8")
+    )
+    return document
 
 
 def _sort_key(path: Iterable[Any]) -> list[tuple[bool, str | int]]:

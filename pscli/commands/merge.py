@@ -166,7 +166,7 @@ def merge(
         raise VerificationError([f"{out}: {problem}" for problem in found])
     if verify is not None:
         call.output.text(f"every file is as {verify} lists it")
-    elif loaded is not None and loaded.manifest is not None and _as_written(loaded, sources, options):
+    elif loaded and loaded.manifest and not dry_run and _as_written(loaded, sources, options):
         call.output.note(f"next, on the release's own inputs: ps verify {out} --manifest {loaded.manifest}")
     call.output.document({**plain(result), "verified": verify})
 

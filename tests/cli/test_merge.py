@@ -94,6 +94,7 @@ def test_concat_and_svd_say_what_they_did(ps, pair, tmp_path):
         (["A", "B", "--input", "A=1", "--out", "O"], "give one or the other"),
         (["A", "B", "--onto-base", "M", "--out", "O"], "--onto-base takes one checkpoint"),
         (["A", "B", "--out", "O", "--scale", "0.5"], "go with --onto-base"),
+        (["A", "B", "--out", "O", "--weight-a", "nan"], "expected a finite number"),
         (["A", "C", "--out", "O"], "C does not exist"),
         (["A", "A", "--out", "O"], "are the same checkpoint"),
     ],
@@ -168,3 +169,21 @@ def test_a_stop_in_the_middle_leaves_nothing_under_the_name(
     small = [str(lora_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate("cd")]
     assert ps("merge", *small, "--out", str(tmp_path / "runs" / "out"), "--quiet").returncode == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["out"]  # the leftover is cleared
+
+
+def test_runs_and_milestones_are_inputs_and_the_result_starts_a_run(ps, tiny_recipe, tmp_path):
+    recipe = tiny_recipe(run={"max_steps": 3}, checkpoint={"milestones": [1]})
+    run, out = tmp_path / "run", tmp_path / "merged"
+    assert ps("train", recipe, "--out", run).returncode == 0
+    done = ps("merge", run, f"{run}@tiny_step_1", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [parent["step"] for parent in json.loads(done.stdout)["parents"]] == [3, 1]
+    a, b, merged = (load_file(one / ADAPTER) for one in (run, run / "milestones" / "tiny_step_1", out))
+    assert all(torch.equal(merged[name], a[name] * 0.5 + b[name] * 0.5) for name in a)
+    assert ps("verify", out).returncode == 0
+    again = ps("merge", run, f"{run}@tiny_step_1", "--out", run / "inside")
+    assert again.returncode == 2 and "lies inside input A" in again.stderr
+    started = ps("train", recipe, "--out", tmp_path / "next", "--init", out, "--max-steps", 1)
+    assert started.returncode == 0, started.stderr
+    meta = json.loads((tmp_path / "next" / "checkpoint_meta.json").read_text())
+    assert meta["parents"][0]["source"] == str(out) and meta["parents"][0]["step"] == 0

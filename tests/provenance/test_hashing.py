@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_synthesis.checkpoint.commit import Staging, commit
+from parallel_synthesis.checkpoint.safetensors_file import TensorBytes, write_safetensors
 from parallel_synthesis.errors import StorageError
-from parallel_synthesis.provenance.hashing import BLOCK, HashingFile, sha256_bytes, sha256_file
+from parallel_synthesis.provenance.hashing import BLOCK, HashingFile, read_ahead, sha256_bytes, sha256_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,3 +76,35 @@ def test_the_room_needs_no_torch() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel's count of bytes read is Linux's")
+def test_a_save_does_not_read_what_it_wrote(tmp_path: Path) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    data = os.urandom(8 << 20)
+    tensors = {"t": TensorBytes(dtype="U8", shape=(len(data),), data=data)}
+
+    def fill(staging: Staging) -> None:
+        with staging.open("x.safetensors") as file:
+            details = write_safetensors(file, tensors)
+        staging.describe("x.safetensors", details)
+
+    before = bytes_read()
+    manifest = commit(tmp_path / "c", step=0, fill=fill)
+    assert bytes_read() - before < len(data) // 50
+    content = (tmp_path / "c" / "x.safetensors").read_bytes()
+    assert manifest["files"]["x.safetensors"]["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_reading_ahead_gives_the_file(tmp_path: Path) -> None:
+    content = os.urandom(100_001)
+    (tmp_path / "x").write_bytes(content)
+    fd = os.open(tmp_path / "x", os.O_RDONLY)
+    try:
+        for start, end in ((0, len(content)), (5, 70_000), (99_999, 10**6), (10**6, 10**7)):
+            pieces = b"".join(bytes(piece) for piece in read_ahead(fd, start, end, block=4096))
+            assert pieces == content[start:end]
+    finally:
+        os.close(fd)

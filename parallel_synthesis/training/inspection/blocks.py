@@ -84,7 +84,7 @@ class Blocks:
         values = {
             "updates": ~skipped,
             "skipped": skipped,
-            "loss": np.where(finite, np.nan_to_num(loss) * tokens, 0.0),
+            "loss": np.where(finite, loss, 0.0) * tokens,
             "finite_tokens": np.where(finite, tokens, 0),
             "tokens": np.where(skipped, 0, tokens),
             "rows": np.where(skipped, 0, np.abs(rows)),
