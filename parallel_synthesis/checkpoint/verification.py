@@ -96,7 +96,10 @@ def verify_path(given: str, options: Options) -> Report:
         return _verify_run(path, options)
     # A directory without components can have a manifest too.
     place = path if path.is_dir() and Inside(path).has(MANIFEST) else find_components(given)
-    return verify_directory(Inside(place), manifests.listing(place), options)
+    try:
+        return verify_directory(Inside(place), manifests.listing(place), options)
+    except StorageError as error:
+        raise ManifestError([str(error)]) from error
 
 
 def is_run(path: Path) -> bool:
@@ -362,8 +365,6 @@ def _manifest_problem(path: str, inside: Inside, error: Exception) -> Problem:
         return Problem(
             path=path, kind="missing", detail="missing: this directory was never committed, or was damaged"
         )
-    if isinstance(error, StorageError):
-        return Problem(path=path, kind="unreadable", detail=str(error))
     detail = str(error)
     if isinstance(error, ManifestError):
         detail = "; ".join(problem.rsplit(f"{MANIFEST}: ", 1)[-1] for problem in error.problems)
@@ -371,12 +372,12 @@ def _manifest_problem(path: str, inside: Inside, error: Exception) -> Problem:
 
 
 def read_manifest(path: Path) -> Listing:
-    """A manifest file of any form, anywhere. StorageError when it can not be read, ManifestError when it is malformed."""
+    """A manifest file of any form, anywhere. ManifestError when it can not be read or is malformed."""
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= manifests.LIMIT else b""
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}; check the path") from error
+        raise ManifestError([f"cannot read {path}: {error.strerror}; check the path"]) from error
     if size > manifests.LIMIT:
         raise ManifestError([f"{path}: {size:,} bytes; expected a manifest of at most {manifests.LIMIT:,}"])
     return manifests.parse(raw, str(path))

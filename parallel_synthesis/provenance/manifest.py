@@ -65,8 +65,8 @@ def is_inside(name: str) -> bool:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The validated manifest of a directory. CheckpointError when there is none, it is damaged, or it names a
-    path outside the directory; StorageError when it cannot be read."""
+    """The validated manifest of a directory. ManifestError (a CheckpointError) when there is none, it is damaged, or
+    it names a path outside the directory; StorageError when it cannot be read."""
     return dict(listing(directory).document)
 
 
@@ -77,9 +77,11 @@ def listing(directory: Path) -> Listing:
     if isinstance(raw, Problem):
         if raw.kind == "unreadable":
             raise StorageError(f"cannot read {path}: {raw.detail}; check its permissions and the disk")
-        raise CheckpointError(
-            f"{directory} is not a committed checkpoint: expected a file {MANIFEST} in it ({raw.detail}); name "
-            f"another checkpoint"
+        raise ManifestError(
+            [
+                f"{directory} is not a committed checkpoint: expected a file {MANIFEST} in it ({raw.detail}); name "
+                f"another checkpoint"
+            ]
         )
     found = parse(raw, str(path))
     if found.form != "manifest":

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -55,6 +56,28 @@ _COUNTS, _NUMBERS, _ROWS, _PROOF = (0, 1, 6, 8, 9), (4, 5, 7, 10, 11), 12, 13  #
 _PROOF_IN_LINE = re.compile(rb" rows=(\S+) ((?:(?:rank_loss|rank_grad|rank_rng|grad)=\S+ ?)+)")
 _PROOF_BYTES = b"0123456789abcdef;= _" + b"rank_loss" + b"rank_grad" + b"rank_rng"
 _ODD_NAME = re.compile(rb"[\n\r\x1b=]")
+_PLAIN_SKIP = re.compile(
+    rb"\[train(?:-dist)?\] skipped epoch=(\d{1,9}) step=(\d{1,15}) task=([^ =\x1b]+) ((?:details=rank|reason)=.*)"
+)
+_PLAIN_TAIL = re.compile(
+    rb"(\d+\.\d+) prefill_tokens=(\d{1,15}) live_tokens=(\d{1,15}) memory_gib=(\d+\.\d+) "
+    rb"rows=([\d,;]+) (rank_rng=[\da-f;]+)"
+)
+_REASON = re.compile(rb"(?:=|; )rank=\d{1,9} task=\S+ reason=(\S+)")
+_KINDS = {
+    "epoch": "int64",
+    "step": "int64",
+    "task": "int64",
+    "skipped": "bool",
+    "loss": "float64",
+    "ppl": "float64",
+    "tokens": "int64",
+    "seconds": "float64",
+    "prefill": "int64",
+    "live": "int64",
+    "memory": "float64",
+    "rows": "int64",
+}
 _DIGITS, _REALS = b"0123456789", b"0123456789.+-einfa"
 
 
@@ -79,6 +102,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.ranks = 1  # most that a step named
         self._numbers: dict[str, int] = {}
         self._lists: dict[bytes, tuple[int, int]] = {}
 
@@ -97,6 +121,7 @@ class Tasks:
         if found is None:
             names = task_names(listed)
             found = (self.number(names[0]), len(names)) if names else (UNKNOWN, 0)
+            self.ranks = max(self.ranks, len(names))
             if len(self._lists) < _MOST_TASKS:
                 self._lists[listed] = found
         return found
@@ -108,7 +133,7 @@ class Chunk:
 
     loss and ppl are nan for a skip; seconds, memory nan and prefill, live UNKNOWN where the line lacks them. rows: rows
     of the step, or -ranks where the line does not say. taken, proof: row numbers and digests, as the line has them.
-    skips: record number -> its parsed line. memory_*: columns of [cuda-memory] records. resumes: in file order.
+    skips: record number -> its reasons, one a rank. memory_*: columns of [cuda-memory] records. resumes: in file order.
     """
 
     offset: int
@@ -130,7 +155,7 @@ class Chunk:
     memory: Floats
     taken: list[bytes]
     proof: list[bytes]
-    skips: dict[int, StepLine]
+    skips: dict[int, tuple[str, ...]]
     resumes: list[ResumeLine]
     epochs: list[EpochLine]
     notes: list[NoteLine]
@@ -209,9 +234,10 @@ class ChunkReader:
             numbers: Sequence[int] = odd
             left: Sequence[int] = ()
             if not all(columns[1]):
-                numbers = [number for number, step in enumerate(columns[1]) if step]
-                left = [number for number, step in enumerate(columns[1]) if not step]
-                columns = [tuple([column[number] for number in numbers]) for column in columns]
+                plain = columns[1]
+                numbers = list(itertools.compress(odd, plain))
+                left = list(itertools.compress(odd, map(operator.not_, plain)))
+                columns = [tuple(itertools.compress(column, plain)) for column in columns]
             if _plain(columns, self.tasks):
                 rows = _columns(numbers, columns, self.tasks)
             odd = odd if rows is None else left
@@ -234,7 +260,7 @@ class ChunkReader:
                 skip = set(memory)
                 numbers = [number for number in numbers if number not in skip]
         for number in numbers:
-            if not lines[number]:
+            if not lines[number] or slow.add_plain_skip(number, lines[number]):
                 continue
             parsed = parse_line(lines[number] + b"\n", first_line + number)
             for noise in parsed.noise:
@@ -345,7 +371,8 @@ class _Slow:
     def __init__(self, tasks: Tasks) -> None:
         self.tasks = tasks
         self.numbers: list[int] = []
-        self.steps: list[StepLine] = []
+        self.steps: list[tuple[float, ...]] = []  # in the order of _KINDS
+        self.reasons: dict[int, tuple[str, ...]] = {}
         self.taken: list[bytes] = []
         self.proof: list[bytes] = []
         self.resumes: list[ResumeLine] = []
@@ -357,11 +384,29 @@ class _Slow:
 
     def add(self, number: int, record: Record, raw: bytes) -> None:
         if isinstance(record, StepLine):
-            self.numbers.append(number)
-            self.steps.append(record)
             found = _PROOF_IN_LINE.search(raw)
-            self.taken.append(b"" if found is None else found[1])
-            self.proof.append(b"" if found is None else found[2])
+            taken, proof = (b"", b"") if found is None else (found[1], found[2])
+            self._add_step(
+                number,
+                (
+                    record.epoch,
+                    record.step,
+                    self.tasks.number(record.tasks[0]),
+                    record.skipped,
+                    _or(record.loss, math.nan),
+                    _or(record.perplexity, math.nan),
+                    _or(record.target_tokens, 0),
+                    _or(record.seconds, math.nan),
+                    _or(record.prefill_tokens, UNKNOWN),
+                    _or(record.live_tokens, UNKNOWN),
+                    _or(record.memory_gib, math.nan),
+                    (0 if record.skipped else -len(record.tasks)) if record.rows is None else record.rows,
+                ),
+                taken,
+                proof,
+            )
+            if record.skipped:
+                self.reasons[number] = tuple(skip.reason for skip in record.skips)
         elif isinstance(record, ResumeLine):
             self.resumes.append(record)
         elif isinstance(record, EpochLine):
@@ -373,41 +418,69 @@ class _Slow:
             self.memory_peak.append(record.peak_allocated)
             self.memory_reserved = max(self.memory_reserved, record.peak_reserved)
 
+    def add_plain_skip(self, number: int, raw: bytes) -> bool:
+        """Takes a skip as ours and the reference write it; False for any other line, which is then read with care."""
+        found = _PLAIN_SKIP.fullmatch(raw)
+        if found is None or b"[" in found[4] or b"\x1b" in raw or b"\r" in raw:
+            return False
+        words, mark, tail = found[4].rpartition(b" seconds=")
+        measured = _PLAIN_TAIL.fullmatch(tail) if mark else None
+        if (mark and measured is None) or (not mark and b" rank_rng=" in tail):
+            return False
+        if not mark:
+            words = tail
+        if words.startswith(b"details="):
+            reasons = _REASON.findall(words)
+        else:
+            reasons = [words[len(b"reason=") :].partition(b" ")[0]]
+        if not reasons or not reasons[0]:
+            return False
+        seconds, prefill, live, memory, rows, proof = (b"",) * 6 if measured is None else measured.groups()
+        self._add_step(
+            number,
+            (
+                int(found[1]),
+                int(found[2]),
+                self.tasks.number(found[3].decode("utf-8", "replace")),
+                True,
+                math.nan,
+                math.nan,
+                0,
+                float(seconds or b"nan"),
+                int(prefill or UNKNOWN),
+                int(live or UNKNOWN),
+                float(memory or b"nan"),
+                _count_rows(rows) if rows else 0,
+            ),
+            rows,
+            proof,
+        )
+        self.reasons[number] = tuple([reason.decode("utf-8", "replace") for reason in reasons])
+        return True
+
+    def _add_step(self, number: int, values: tuple[float, ...], taken: bytes, proof: bytes) -> None:
+        self.numbers.append(number)
+        self.steps.append(values)
+        self.taken.append(taken)
+        self.proof.append(proof)
+
     def columns(self) -> _Rows:
         import numpy as np
 
-        def column(values: Iterable[Any], kind: Any) -> Any:
-            return np.fromiter(values, kind, len(self.steps))
-
-        steps, nan = self.steps, math.nan
+        values = zip(*self.steps, strict=True) if self.steps else ((),) * len(_KINDS)
         return _Rows(
-            column(self.numbers, np.int64),
+            np.array(self.numbers, dtype=np.int64),
             {
-                "epoch": column((s.epoch for s in steps), np.int64),
-                "step": column((s.step for s in steps), np.int64),
-                "task": column((self.tasks.number(s.tasks[0]) for s in steps), np.int64),
-                "skipped": column((s.skipped for s in steps), np.bool_),
-                "loss": column((nan if s.loss is None else s.loss for s in steps), np.float64),
-                "ppl": column((nan if s.perplexity is None else s.perplexity for s in steps), np.float64),
-                "tokens": column((s.target_tokens or 0 for s in steps), np.int64),
-                "seconds": column((nan if s.seconds is None else s.seconds for s in steps), np.float64),
-                "prefill": column(
-                    (UNKNOWN if s.prefill_tokens is None else s.prefill_tokens for s in steps), np.int64
-                ),
-                "live": column(
-                    (UNKNOWN if s.live_tokens is None else s.live_tokens for s in steps), np.int64
-                ),
-                "memory": column((nan if s.memory_gib is None else s.memory_gib for s in steps), np.float64),
-                "rows": column((-_ranks(s) if s.rows is None else s.rows for s in steps), np.int64),
+                name: np.array(column, dtype=kind)
+                for (name, kind), column in zip(_KINDS.items(), values, strict=True)
             },
             self.taken,
             self.proof,
         )
 
 
-def _ranks(step: StepLine) -> int:
-    """Ranks of a line without row numbers; 0 where it does not tell (a skip that names only those that skipped)."""
-    return 0 if step.skipped and len(step.tasks) == 1 and step.skips[0].rank > 0 else len(step.tasks)
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _chunk(
@@ -429,7 +502,7 @@ def _chunk(
         taken, proof = [taken[place] for place in order], [proof[place] for place in order]
     else:
         number, values, taken, proof = rows.number, rows.values, list(rows.taken), list(rows.proof)
-    places = {int(line): place for place, line in enumerate(number)} if slow.steps else {}
+    places = np.searchsorted(number, slow.numbers).tolist()
     return Chunk(
         offset=offset,
         length=length,
@@ -439,7 +512,11 @@ def _chunk(
         **values,
         taken=taken,
         proof=proof,
-        skips={places[at]: step for at, step in zip(slow.numbers, slow.steps, strict=True) if step.skipped},
+        skips={
+            place: slow.reasons[at]
+            for place, at in zip(places, slow.numbers, strict=True)
+            if at in slow.reasons
+        },
         resumes=slow.resumes,
         epochs=slow.epochs,
         notes=slow.notes,

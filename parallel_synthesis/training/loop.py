@@ -104,7 +104,8 @@ def steps(run: Run, request: StopRequest, *, last: int) -> Iterator[StepRecord]:
 
 
 def _after_step(run: Run, record: StepRecord) -> None:
-    """Counts, logs, compares with an earlier attempt, shows, and saves what is due."""
+    """Compares with an earlier attempt, counts, logs, shows, and saves what is due."""
+    _check_repeat(run, record)  # first: a step that stops the run for its difference does not supersede the one logged
     epoch_done = run.engine.progress.add(record)
     if run.log is not None:
         run.log.step(record)
@@ -118,7 +119,11 @@ def _after_step(run: Run, record: StepRecord) -> None:
                 perplexity=epoch_done["perplexity"],
                 target_tokens=epoch_done["target_tokens"],
             )
-    _check_repeat(run, record)
+    if record.step == run.repeats.last and not run.repeats.differs:
+        text = f"steps {step_ranges(run.repeats.reproduced)} reproduced"
+        if run.log is not None:
+            run.log.line(f"[resume] attempt={run.attempt} {text}")
+        run.observer.note(text)
     run.observer.step(record)
     if run.saver.is_due(record.step):
         run.saver.save(record)
@@ -139,11 +144,6 @@ def _check_repeat(run: Run, record: StepRecord) -> None:
                 ),
             )
         run.observer.warning(message)
-    if record.step == run.repeats.last and not run.repeats.differs:
-        text = f"steps {step_ranges(run.repeats.reproduced)} reproduced"
-        if run.log is not None:
-            run.log.line(f"[resume] attempt={run.attempt} {text}")
-        run.observer.note(text)
 
 
 def _step(run: Run, prepared: PreparedStep, notices: Sequence[_Notice], last_end: float) -> StepRecord:

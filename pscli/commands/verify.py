@@ -13,10 +13,13 @@ from parallel_synthesis.errors import (
     CheckpointError,
     ConfigError,
     DivergenceError,
+    ManifestError,
     ParallelSynthesisError,
     RefusedError,
     StorageError,
+    VerificationError,
 )
+from parallel_synthesis.provenance.problems import Problem
 from pscli import running
 from pscli.context import Call
 from pscli.options import Debug, Json, Quiet
@@ -24,9 +27,12 @@ from pscli.output import Output, failure_document, size
 from pscli.verifying import Bar, described, exit_code, fail, tell
 
 if TYPE_CHECKING:
+    from parallel_synthesis.checkpoint.verification import Options, Report
+    from parallel_synthesis.provenance.inside import Inside
     from parallel_synthesis.provenance.manifest import Listing
 
 RELEASE = "release"
+_ENDS = ((RefusedError, 2), (StorageError, 3), (VerificationError, 1))
 _UNCHECKED: Mapping[str, Any] = {
     "manifest": None,
     "manifest_sha256": None,
@@ -127,12 +133,18 @@ def verify(
                 complete=complete,
                 progress=bar.start if call.output.progress else None,
             )
-            _directory(call.output, path, manifest, options)
+            report = _directory(path, manifest, options)
+            bar.close()
+            tell(call.output, path, report, released=manifest == RELEASE)
     except ParallelSynthesisError as error:
-        if call.output.mode != "json" or not isinstance(error, RefusedError | StorageError):
+        code = next((code for kind, code in _ENDS if isinstance(error, kind)), None)
+        if call.output.mode != "json" or code is None:
             raise
-        code = 3 if isinstance(error, StorageError) else 2
         document = failure_document(error, code, str(error))
+        if isinstance(error, ManifestError):
+            where = manifest if manifest is not None else "manifest.json"
+            found = [Problem(path=where, kind="manifest", detail=problem) for problem in error.problems]
+            document["problems"] = described(found)
         call.output.document({**_UNCHECKED, **document, "seconds": time.monotonic() - began})
         raise typer.Exit(code) from error
     finally:
@@ -170,10 +182,9 @@ def _refuse_mixed(
         raise ConfigError(found)
 
 
-def _directory(output: Output, path: str, manifest: str | None, options: Any) -> None:
+def _directory(path: str, manifest: str | None, options: Options) -> Report:
     from parallel_synthesis.checkpoint import verification
     from parallel_synthesis.provenance import hub
-    from parallel_synthesis.provenance.inside import Inside
 
     repository = hub.hub_id(path)
     if manifest is None:
@@ -181,15 +192,13 @@ def _directory(output: Output, path: str, manifest: str | None, options: Any) ->
             raise CheckpointError(
                 f"{path}: no such directory; to check a checkpoint of the Hub add --manifest release (or a FILE)"
             )
-        report = verification.verify_path(path, options)
+        return verification.verify_path(path, options)
+    listing = _listing(manifest)
+    if repository is not None:
+        place = hub.fetched(*repository)
     else:
-        listing = _listing(manifest)
-        if repository is not None:
-            place = hub.fetched(*repository)
-        else:
-            place = _holding(Path(path).expanduser(), path, listing)
-        report = verification.verify_directory(Inside(place.directory, blobs=place.blobs), listing, options)
-    tell(output, path, report, released=manifest == RELEASE)
+        place = _holding(Path(path).expanduser(), path, listing)
+    return verification.verify_directory(place, listing, options)
 
 
 def _listing(manifest: str) -> Listing:
@@ -201,7 +210,7 @@ def _listing(manifest: str) -> Listing:
     return read_manifest(Path(manifest).expanduser())
 
 
-def _holding(directory: Path, given: str, listing: Listing) -> Any:
+def _holding(directory: Path, given: str, listing: Listing) -> Inside:
     """The directory itself where it holds any of the listed files, else the components that it leads to."""
     from parallel_synthesis.checkpoint.layout import find_components
     from parallel_synthesis.provenance.inside import Inside
@@ -234,6 +243,7 @@ def _data(
         jobs=jobs or default_jobs(),
         progress=bar.start(total) if output.progress and not quick else None,
     )
+    bar.close()
     problems = [problem for file in found for problem in file.problems]
     code = exit_code(problems)
     checked = [file for file in found if file.sha256 is not None]
@@ -287,6 +297,7 @@ def _make(
     directory = Path(path).expanduser()
     if write:
         document = write_manifest(directory, jobs=jobs, progress=bar.start if output.progress else None)
+        bar.close()
         if not listed:
             files = document["files"]
             bytes_ = sum(entry["bytes"] for entry in files.values())

@@ -6,7 +6,9 @@ Generated: 320 fp32 LoRA tensors (84 MB) and bf16 embed_tokens and lm_head of [r
 rows (3.19 GB a file): --rows 151669 needs 13 GB of disk. Two cases: embeddings equal in both, as in real pairs, whose
 average changes no bit of bf16; and different ones. F is `cat A B > /dev/null` and `cp A`, in the same run, files warm.
 Everything a merge does counts: start of the process, hashes of output, tensors and both inputs, fsync. --check: exit
-1 beyond the targets (equal 2.5 x F and 100 MB, different 4 x F and 350 MB), which mean the full size.
+1 beyond the targets (equal 2.5 x F and 100 MB, different 4 x F and 350 MB), which mean the full size: the start of
+the process and the comparison of the deltas, about a second, weigh more on a small pair. On a busy machine look at
+the CPU seconds.
 """
 
 from __future__ import annotations
@@ -127,7 +129,8 @@ def main() -> int:
             each = files[0].stat().st_size / 1e9
             print(
                 f"{case} embeddings, {each:.2f} GB each: merge {seconds:.2f} s = {seconds / plain:.2f} x F "
-                f"(F {plain:.2f} s, target {times} x), CPU {cpu:.1f} s = {cpu / plain_cpu:.1f} x that of F, peak RSS {peak:.0f} MB (target {megabytes} MB)"
+                f"(F {plain:.2f} s, target {times} x), CPU {cpu:.1f} s = {cpu / plain_cpu:.1f} x F's, "
+                f"peak RSS {peak:.0f} MB (target {megabytes} MB)"
             )
             missed = missed or seconds > times * plain or peak > megabytes
             for one in (a, b):

@@ -327,3 +327,27 @@ def test_recipes(tmp_path: Path) -> None:
     for word in ("d", "0", "4", "ab", ""):
         with pytest.raises(ConfigError, match="--mapper-from"):
             place_of(word, 3, flag="--mapper-from")
+
+
+def test_a_hub_id_in_the_local_cache(
+    lora_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the Hub's cache keeps it: a snapshot of links into blobs."""
+    first = lora_checkpoint(tmp_path / "a", seed=1)
+    second = lora_checkpoint(tmp_path / "b", seed=2)
+    repository = tmp_path / "hub" / "models--owner--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for path in [path for path in second.rglob("*") if path.is_file()]:
+        blob = repository / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(path.read_bytes())
+        link = snapshot / path.relative_to(second)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    result = merge([(str(first), 0.5), ("owner/name", 0.5)], tmp_path / "out", RELEASE)
+    local = merge([(str(first), 0.5), (str(second), 0.5)], tmp_path / "local", RELEASE)
+    assert result.components == local.components
+    assert result.parents[1]["source"] == "owner/name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -167,6 +168,20 @@ def test_the_data_of_a_run(trained: Path, verdict: Callable[..., Any]) -> None:
         path.write_bytes(before)
 
 
+def test_a_start_warns_of_a_usual_file_with_other_bytes(
+    module_ps: Any, module_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = module_recipe(data={"tasks": ["flan"], "files": {}})
+    usual = recipe.parent / "data" / "flan" / "processed" / "train_in_context_examples.jsonl"
+    usual.parent.mkdir(parents=True)
+    shutil.copy(recipe.parent / "first.jsonl", usual)
+    result = module_ps("train", recipe, "--out", tmp_path / "out", "--max-steps", 1)
+    assert result.returncode == 0, result.stderr
+    assert "bytes; training_data.json says 359,902,340; `ps verify --data` tells more" in result.stderr
+    recorded = json.loads((tmp_path / "out" / "run_args.json").read_text())["data"]["flan"]
+    assert recorded["sha256"] == hashlib.sha256(usual.read_bytes()).hexdigest()
+
+
 def test_the_snapshot_list_follows_its_schema(trained: Path, ps: Any) -> None:
     document = json.loads(ps("snapshot", str(trained), "--list", "--json").stdout)
     assert schema.problems(document, "snapshots") == [] and len(document["snapshots"]) == 1
@@ -185,8 +200,6 @@ def test_reports_of_a_real_run_follow_their_schemas(trained: Path) -> None:
 
 def large_checkpoint(directory: Path) -> None:
     """One sparse safetensors file of two tensors, with digests of header and tensors."""
-    import hashlib
-
     half = LARGE // 2
     fields = {
         name: {"dtype": "U8", "shape": [half], "data_offsets": [at, at + half]}

@@ -137,7 +137,7 @@ def test_damaged_bytes(name: str, sound: Path, verdict: Callable[..., Verdict]) 
 def test_malformed_manifests(name: str, sound: Path, verdict: Callable[..., Verdict]) -> None:
     MANIFESTS[name](sound)
     code, found = verdict(sound)
-    assert code == 2 and not found
+    assert code == 2 and found == {("manifest.json", "manifest")}
 
 
 def test_a_sound_one_is_ok(sound: Path, verdict: Callable[..., Verdict]) -> None:
@@ -204,7 +204,12 @@ def test_an_input_error_is_not_a_verdict(
     monkeypatch.setattr(digests.os, "preadv", broken)
     code, found = verdict(sound)
     assert code == 3 and ("cache_mapper.pt", "unreadable") in found
-    assert verdict(sound, "--manifest", sound / "absent.json") == (3, set())
+
+
+def test_a_manifest_that_can_not_be_read(sound: Path, verdict: Callable[..., Verdict]) -> None:
+    absent = sound / "absent.json"
+    assert verdict(sound, "--manifest", absent) == (2, {(str(absent), "manifest")})
+    assert verdict(sound, "--manifest", sound) == (2, {(str(sound), "manifest")})
 
 
 @pytest.mark.parametrize("how", ["truncated", "rewritten", "swapped"])
@@ -379,7 +384,6 @@ def test_usage_errors(verdict: Callable[..., Verdict], sound: Path, tmp_path: Pa
     for arguments in (
         (),
         (tmp_path / "absent",),
-        (tmp_path,),
         (sound, "--format", "md5sum"),
         (sound, "--quick", "--full"),
         (sound, "--write-manifest"),

@@ -104,12 +104,11 @@ class Blocks:
         if np.isfinite(memory).any():
             np.maximum.at(self.memory, block, np.nan_to_num(memory, nan=0.0, posinf=0.0))
         for place in np.flatnonzero(skipped):
-            line = chunk.skips[int(chosen[place])]
-            for skip in line.skips:
-                counts = self.reasons.get(skip.reason)
+            for reason in chunk.skips[int(chosen[place])]:
+                counts = self.reasons.get(reason)
                 if counts is None:
                     counts = self.reasons.setdefault(
-                        skip.reason if len(self.reasons) < 50 else "(other reasons)", np.zeros(CAPACITY)
+                        reason if len(self.reasons) < 50 else "(other reasons)", np.zeros(CAPACITY)
                     )
                 counts[block[place]] += 1
 

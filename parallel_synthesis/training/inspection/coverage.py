@@ -252,8 +252,7 @@ def _agreement(log: RunLog, steps: Sequence[_Step]) -> Agreement:
             step = int(chunk.step[place])
             if step > len(steps):
                 continue
-            line = chunk.skips.get(place)
-            logged = () if line is None else tuple(skip.reason for skip in line.skips)
+            logged = chunk.skips.get(place, ())
             if any(reason.startswith("nonfinite") for reason in logged):
                 logged = ()
             compared += 1

@@ -186,7 +186,7 @@ def report(
         nonfinite=int(whole[FIELD["nonfinite"]]),
         nonfinite_first=tuple(find_odd(log)),
         tasks=tasks,
-        ranks=log.ranks,
+        ranks=log.tasks.ranks,
         seconds=float(whole[FIELD["seconds"]]) if whole[FIELD["timed"]] else None,
         seconds_per_step=_ratio(whole, "seconds", "timed"),
         seconds_per_step_now=_ratio(late.sum(axis=0), "seconds", "timed"),

@@ -98,7 +98,6 @@ class RunLog:
         self.records = 0
         self.last_step = 0  # the last that counts: a resume takes back the steps after the one it began at
         self.first_step = 0
-        self.ranks = 0
         self.resumes: list[ResumeLine] = []
         self.epochs: list[EpochLine] = []
         self.notes: list[NoteLine] = []
@@ -200,8 +199,6 @@ class RunLog:
             places |= set((np.flatnonzero(steps[1:] <= steps[:-1]) + 1).tolist())
             if not self._began or self._free or steps[0] <= self.last_step:
                 places.add(0)
-            if self.ranks == 0:
-                self.ranks = int(np.abs(chunk.rows).max())
         rewind: int | None = None
         counted = 0
         for place in sorted(places):
