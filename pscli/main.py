@@ -115,8 +115,8 @@ def run() -> None:
     raise SystemExit(call(arguments))
 
 
-def call(arguments: Sequence[str]) -> int:
-    """Runs one call of ours and returns its exit code."""
+def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None) -> int:
+    """Runs one call of ours and returns its exit code. typed: what the user typed, where that was other words."""
     own, extra = split_arguments(arguments)
     output = Output.from_call(own, os.environ)
     try:
@@ -127,7 +127,7 @@ def call(arguments: Sequence[str]) -> int:
             prog_name="ps",
             standalone_mode=False,
             complete_var=system_ps.COMPLETION_VARIABLE,
-            obj=Call(output=output, argv=tuple(arguments), torchrun=extra),
+            obj=Call(output=output, argv=tuple(typed or arguments), torchrun=extra),
         )
         return code if isinstance(code, int) else DONE
     except _ClickError as error:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parallel_synthesis.checkpoint.verification import Report
     from parallel_synthesis.provenance.problems import Problem
 
+_RESTORE = "restore the named files from a good copy, or use another checkpoint"
 _SHOWN = 200  # problems a human is shown; --json has all
 
 
@@ -46,9 +47,9 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
             "not_checked": report.not_checked,
         }
     )
-    fail(
-        output, given, report.problems, "restore the named files from a good copy, or use another checkpoint"
-    )
+    going_on = all(problem.kind == "incomplete" for problem in report.problems)
+    next_ = f"go on with it: ps resume {given}" if going_on else _RESTORE
+    fail(output, given, report.problems, next_)
     many = f"{len(report.checkpoints)} checkpoints, " if len(report.checkpoints) > 1 else ""
     files = f"{len(report.digests)} file{'s' * (len(report.digests) != 1)}"
     lines = [f"{given}: {many}{files}: every byte is as its manifest says, and the parts belong together"]
@@ -58,7 +59,7 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
         lines.append(f"the files that {Path(report.manifest or '').name} lists are those of the release")
     if report.not_checked:
         shown = ", ".join(report.not_checked[:8]) + (" ..." if len(report.not_checked) > 8 else "")
-        lines.append(f"not checked, because no manifest lists it: {shown}")
+        lines.append(f"not checked, because no manifest vouches for it: {shown}")
     if report.complete is False:
         lines.append("the run is not complete")
     seconds = max(report.seconds, 1e-3)

@@ -35,6 +35,7 @@ from parallel_synthesis.provenance.hashing import Bytes, HashingFile
 from parallel_synthesis.provenance.manifest import MANIFEST
 from parallel_synthesis.provenance.schema import dump_json, validate
 
+_WRITE_BACK = 32 << 20  # bytes of a file after which they are sent to the disk while the rest is made
 _COST: tuple[Transfer, ...] = ("link", "reflink", "copy")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_REFLINKS = _NO_LINKS | {errno.EINVAL, errno.ENOTTY, errno.EBADF, errno.ETXTBSY}
@@ -65,10 +66,16 @@ class Staging:
             self._make_parents(name)
             fd = self._disk.create(path)
         try:
+            written = on_its_way = 0
 
             def sink(data: Bytes) -> None:
+                nonlocal written, on_its_way
                 with storage_errors("write", final):
                     write_all(self._disk, fd, data)
+                written += len(data)
+                if written - on_its_way >= _WRITE_BACK:
+                    self._disk.start_writing(fd, on_its_way, written - on_its_way)
+                    on_its_way = written
 
             file = HashingFile(sink)
             yield file

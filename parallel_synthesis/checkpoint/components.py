@@ -103,7 +103,7 @@ def write_checkpoint(destination: Path, state: HostState, *, disk: Disk = DISK) 
         with staging.open(layout.CACHE_MAPPER) as file:
             save_pt(file, state.mapper)
         staging.write_json(layout.CACHE_MAPPER_CONFIG, state.mapper_config, "cache_mapper_config")
-        staging.write_json(layout.ADAPTER_CONFIG, state.adapter_config, None)
+        staging.write_json(layout.ADAPTER_CONFIG, state.adapter_config, "adapter_config")
         write_adapter(staging, state.adapter)
         with staging.open(layout.TRAINING_STATE) as file:
             save_pt(file, state.training_state)

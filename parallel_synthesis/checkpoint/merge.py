@@ -89,7 +89,10 @@ def merge(
             )
         gap = average_gap(inputs, options) if options.method == "average" and len(inputs) > 1 else None
         for one in inputs:
-            one.tensors.hash_while_reading()
+            if one.parts:
+                one.tensors.hash_parts()
+            else:
+                one.tensors.hash_whole()
         job = _Job(inputs, options, recipe, found, gap, progress)
         if dry_run:
             job.run(None)
@@ -162,18 +165,28 @@ class _Job:
         for one in self._inputs:
             components = {
                 layout.CACHE_MAPPER: sha256_bytes(one.files[layout.CACHE_MAPPER]),
-                layout.ADAPTER_MODEL: one.tensors.sha256(),
+                layout.ADAPTER_MODEL: self._adapter_sha256(one),
             }
             one.tensors.check_unchanged()
             for name, sha256 in components.items():
-                if one.recorded.get(name, sha256) != sha256:
-                    raise CheckpointError(
-                        f"{one.directory / name} is damaged: its content differs from the sha256 in its manifest; "
-                        f"use another checkpoint in place of {one.label}"
-                    )
+                if name in one.recorded and one.recorded[name].sha256 != sha256:
+                    raise _damaged(one, name, "its content")
             self.parents.append({"source": one.given, "step": one.step, "components": components})
         if len({parent["components"][layout.ADAPTER_MODEL] for parent in self.parents}) < len(self.parents):
             self.warnings.append("two inputs have the same adapter, byte for byte")
+
+    def _adapter_sha256(self, one: MergeInput) -> str:
+        """Of the whole file. Where its manifest has digests of the parts, these are what is checked: those of tensors
+        that were copied are known from the output, so that equal embeddings are hashed once and not in each input."""
+        if not one.parts:
+            return one.tensors.sha256()
+        known = {f"tensor {name}": sha256 for name, sha256 in one.tensors.part_digests().items()}
+        known |= {f"tensor {name}": self.stream.digests[name] for name in self.stream.copied}
+        for part in one.parts:
+            sha256 = known.get(part.label) or one.tensors.part_sha256(part.start, part.bytes)
+            if sha256 != part.sha256:
+                raise _damaged(one, layout.ADAPTER_MODEL, part.label)
+        return one.recorded[layout.ADAPTER_MODEL].sha256
 
     def _small_files(self) -> dict[str, bytes]:
         mapper = self._inputs[self._options.mapper_from]
@@ -239,6 +252,13 @@ class _Job:
             "parents": self.parents,
             "versions": {"parallel-synthesis": __version__},
         }
+
+
+def _damaged(one: MergeInput, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{one.directory / name} is damaged: {what} differs from the sha256 in its manifest; use another checkpoint "
+        f"in place of {one.label}"
+    )
 
 
 def _check_out(out: Path, inputs: Sequence[MergeInput]) -> None:

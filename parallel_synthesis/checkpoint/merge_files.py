@@ -8,9 +8,10 @@ import queue
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from parallel_synthesis.errors import CheckpointError, StorageError
-from parallel_synthesis.provenance.hashing import sha256_file
+from parallel_synthesis.provenance.hashing import Bytes, sha256_file
 from parallel_synthesis.provenance.safetensors_header import Header, read_header
 from parallel_synthesis.provenance.torch_file import TensorLook, look
 
@@ -24,6 +25,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._hasher: InputHasher | None = None
+        self._in_order: int | None = None  # bytes hashed so far where the whole file is hashed
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -53,10 +55,23 @@ class TensorFile:
             os.close(self._fd)
             self._fd = -1
 
-    def hash_while_reading(self) -> None:
-        """From here on what is read in file order is hashed on the way, so that `sha256` costs no second read."""
-        self._hasher = InputHasher()
+    def hash_whole(self) -> None:
+        """From here on what is read in the file's order is hashed on the way, so that `sha256` reads nothing again."""
+        self._hasher, self._in_order = InputHasher(), 0
         self.read(0, self._data_start)
+
+    def hash_parts(self) -> None:
+        """From here on `feed` hashes tensors on the way; see `part_digests`."""
+        self._hasher = InputHasher()
+
+    def feed(self, name: str, data: Bytes) -> None:
+        """The next bytes of a tensor, for its digest. Nothing happens where the whole file is hashed."""
+        if self._hasher is not None and self._in_order is None:
+            self._hasher.put(name, data)
+
+    def part_digests(self) -> dict[str, str]:
+        """tensor -> sha256 of what was fed of it."""
+        return {} if self._hasher is None or self._in_order is not None else self._hasher.digests()
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset` of the file."""
@@ -75,8 +90,9 @@ class TensorFile:
             parts.append(data)
             at += len(data)
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self._hasher is not None:
-            self._hasher.feed(offset, whole)
+        if self._hasher is not None and offset == self._in_order:
+            self._hasher.put("", whole)
+            self._in_order += count
         return whole
 
     def tensor(self, name: str) -> bytes:
@@ -86,8 +102,13 @@ class TensorFile:
 
     def sha256(self) -> str:
         """sha256 of the whole file; of what was read where that was everything in order, else read again."""
-        found = self._hasher.result(self.size) if self._hasher is not None else None
-        return sha256_file(self.path) if found is None else found
+        if self._hasher is not None and self._in_order == self.size:
+            return self._hasher.digests()[""]
+        return sha256_file(self.path)
+
+    def part_sha256(self, start: int, count: int) -> str:
+        """sha256 of a stretch of the file, read again."""
+        return sha256_file(self.path, start=start, length=count)
 
     def check_unchanged(self) -> None:
         """CheckpointError when the file was written to, or replaced, since it was opened."""
@@ -115,27 +136,21 @@ class TensorFile:
 
 
 class InputHasher:
-    """Hashes in a thread of its own what is read of a file, for as long as it comes in the file's order."""
+    """Hashes what is read of a file in a thread of its own, under a key for each digest."""
 
     def __init__(self) -> None:
-        self._expected = 0
-        self._in_order = True
-        self._digest = hashlib.sha256()
-        self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=4)
+        self._digests: dict[str, Any] = {}
+        self._queue: queue.Queue[tuple[str, Bytes] | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._run, name="input-hasher", daemon=True)
         self._thread.start()
 
-    def feed(self, offset: int, data: bytes) -> None:
-        if offset != self._expected:
-            self._in_order = False
-        if self._in_order:
-            self._expected += len(data)
-            self._queue.put(data)
+    def put(self, key: str, data: Bytes) -> None:
+        self._queue.put((key, data))
 
-    def result(self, size: int) -> str | None:
-        """The digest when all `size` bytes came in order, else None."""
+    def digests(self) -> dict[str, str]:
+        """key -> sha256 of all its data; nothing can be added after."""
         self.stop()
-        return self._digest.hexdigest() if self._in_order and self._expected == size else None
+        return {key: digest.hexdigest() for key, digest in self._digests.items()}
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -143,8 +158,11 @@ class InputHasher:
             self._thread.join()
 
     def _run(self) -> None:
-        while (data := self._queue.get()) is not None:
-            self._digest.update(data)
+        while (item := self._queue.get()) is not None:
+            key, data = item
+            if key not in self._digests:
+                self._digests[key] = hashlib.sha256()
+            self._digests[key].update(data)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:

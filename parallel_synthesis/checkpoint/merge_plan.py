@@ -16,6 +16,7 @@ from parallel_synthesis.checkpoint.merge_average import FLOATS
 from parallel_synthesis.checkpoint.merge_files import TensorFile, pt_shapes
 from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
 from parallel_synthesis.provenance import hub, manifest
+from parallel_synthesis.provenance.check import Expected, Part
 from parallel_synthesis.provenance.schema import read_json
 from parallel_synthesis.recipe import nearest
 
@@ -108,7 +109,13 @@ class MergeInput:
     files: Mapping[str, bytes] = field(repr=False)  # name -> content of the small files there are
     mapper_config: Mapping[str, Any]
     mapper_shapes: Mapping[str, tuple[int, ...]]
-    recorded: Mapping[str, str]  # component -> sha256, where the input has a manifest
+    recorded: Mapping[str, Expected]  # what its own manifest, where it has one, says of its files
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The digests of the adapter's header and tensors, where they prove what its whole sha256 proves."""
+        expected = self.recorded.get(layout.ADAPTER_MODEL)
+        return expected.parts if expected is not None and expected.parts_cover_all else ()
 
     @property
     def scale(self) -> float:
@@ -163,10 +170,7 @@ def _open(label: str, given: str, directory: Path, weight: float, tensors: Tenso
     if layout.CACHE_MAPPER_CONFIG in files:
         mapper_config = _object(files[layout.CACHE_MAPPER_CONFIG], directory / layout.CACHE_MAPPER_CONFIG)
     meta = directory / layout.CHECKPOINT_META
-    recorded = {}
-    if layout.is_committed(directory):
-        listed = manifest.read(directory)["files"]
-        recorded = {name: entry["sha256"] for name, entry in listed.items()}
+    recorded = manifest.listing(directory).files if layout.is_committed(directory) else {}
     return MergeInput(
         label=label,
         given=given,

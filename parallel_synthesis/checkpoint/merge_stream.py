@@ -25,7 +25,11 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class AdapterStream:
-    """Shapes, dtypes and content of the merged adapter. nonfinite: tensor -> inf and nan elements let through."""
+    """Shapes, dtypes and content of the merged adapter.
+
+    After `write`: nonfinite: tensor -> inf and nan elements let through; copied: tensors that are the same in all
+    inputs and in the output; digests: tensor -> sha256 in the output.
+    """
 
     def __init__(self, inputs: Sequence[MergeInput], options: MergeOptions) -> None:
         self._inputs = inputs
@@ -38,6 +42,8 @@ class AdapterStream:
             for side, name in names.items()
         }
         self.nonfinite: dict[str, int] = {}
+        self.copied: set[str] = set()
+        self.digests: dict[str, str] = {}
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for one in inputs:
             for name, entry in one.tensors.entries.items():
@@ -64,7 +70,9 @@ class AdapterStream:
                 yield chunk
 
         with contextlib.closing(_ahead(self._all_chunks())) as chunks:
-            return write_safetensors(file, self._described(counted(chunks)))
+            details = write_safetensors(file, self._described(counted(chunks)))
+        self.digests = {name: tensor["sha256"] for name, tensor in details["tensors"].items()}
+        return details
 
     def _described(self, chunks: Iterator[Bytes]) -> Mapping[str, TensorChunks]:
         described = {}
@@ -117,6 +125,7 @@ class AdapterStream:
         may_copy = copies[dtype] and dtypes.count(dtype) == len(dtypes) and None not in entries
         elements = math.prod(next(entry.shape for entry in entries if entry is not None))
         step = CHUNK // max(FLOATS[kind] for kind in (dtype, *dtypes))
+        all_equal, hashing = True, False
         for start in range(0, elements, step):
             count = min(step, elements - start)
             chunks: list[Bytes | None] = []
@@ -127,11 +136,20 @@ class AdapterStream:
                     size = FLOATS[entry.dtype]
                     chunks.append(one.tensors.read(entry.start + start * size, count * size))
             equal = may_copy and all(chunk == chunks[0] for chunk in chunks[1:])
+            all_equal = all_equal and equal
+            # A tensor that begins equal is taken to be so; where it is not, its digest is made by reading it again.
+            hashing = hashing or (start == 0 and not equal)
+            if hashing:
+                for (one, _), chunk in zip(used, chunks):
+                    if chunk is not None:
+                        one.tensors.feed(name, chunk)
             data = chunks[0] if equal and chunks[0] is not None else add(chunks, dtypes, dtype)
             self._check(
                 name, data, [(one, chunk, kind) for (one, _), chunk, kind in zip(used, chunks, dtypes)]
             )
             yield data
+        if all_equal and len(used) == len(self._inputs):
+            self.copied.add(name)
 
     def _sum(self, weights: tuple[float, ...]) -> tuple[WeightedSum, dict[str, bool]]:
         if weights not in self._sums:

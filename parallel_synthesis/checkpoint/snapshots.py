@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_synthesis.checkpoint.commit import link_checkpoint, remove_checkpoint
+from parallel_synthesis.checkpoint.commit import Staging, commit, link_checkpoint, remove_checkpoint
 from parallel_synthesis.checkpoint.disk import Transfer
 from parallel_synthesis.checkpoint.embeddings import export_whole, is_incomplete
 from parallel_synthesis.checkpoint.layout import (
     CHECKPOINT_META,
+    COMPONENT_ENTRIES,
+    JUDGER_LORA,
     RunPaths,
     committed_milestones,
     is_committed,
@@ -79,12 +81,32 @@ def export(checkpoint: Path, destination: Path) -> Transfer:
     """A plain copy that shares nothing with the run; every byte is checked on the way.
 
     Embeddings that were left out of the adapter (checkpoint.embeddings = "drop") are put back; CheckpointError
-    saying which and whose they are when they can not be found.
+    saying which and whose they are when they can not be found. A checkpoint without a manifest (of the reference
+    implementation) can not be checked: its component files are copied as they are, and the copy gets a manifest.
     """
     if is_incomplete(checkpoint):
         export_whole(checkpoint, destination)
         return "copy"
+    if not is_committed(checkpoint):
+        _export_foreign(checkpoint, destination)
+        return "copy"
     return link_checkpoint(checkpoint, destination, copy=True)
+
+
+def _export_foreign(checkpoint: Path, destination: Path) -> None:
+    """A checkpoint of the reference implementation, which has no manifest: its component files; the copy gets one."""
+    names = [name for name in COMPONENT_ENTRIES if (checkpoint / name).is_file()]
+    names += [f"{JUDGER_LORA}/{path.name}" for path in sorted((checkpoint / JUDGER_LORA).iterdir())]
+    meta = checkpoint / CHECKPOINT_META
+    step = load_json(meta, "checkpoint_meta")["global_step"] if meta.is_file() else None
+
+    def fill(staging: Staging) -> None:
+        for name in names:
+            with staging.open(name) as target, (checkpoint / name).open("rb") as file:
+                while data := file.read(1 << 20):
+                    target.write(data)
+
+    commit(destination, step=step, fill=fill, kind="directory" if step is None else "checkpoint")
 
 
 def drop(run: Path, name: str) -> Snapshot:

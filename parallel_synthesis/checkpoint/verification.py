@@ -169,7 +169,8 @@ def _verify_run(run: Path, options: Options) -> Report:
             Problem(
                 path=".",
                 kind="incomplete",
-                detail=f"the run is not complete: its newest checkpoint is of step {newest}, its end is {end}",
+                detail=f"the run is not complete: expected a final checkpoint of step {end}; the newest one is of "
+                f"step {newest}",
                 expected=end,
                 actual=newest,
             )

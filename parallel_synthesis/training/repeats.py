@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel_synthesis.errors import StorageError
 from parallel_synthesis.training.events import StepDigest
-from parallel_synthesis.training.log import read_steps
+from parallel_synthesis.training.log_chunks import ChunkReader
+from parallel_synthesis.training.log_columns import digest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,22 +77,20 @@ def first_difference(step: int, before: StepDigest, now: StepDigest) -> Differen
 
 
 def read_logged(path: Path, *, after: int, until: int | None = None) -> dict[int, StepDigest]:
-    """Step -> digest of the last attempt that logged it, for steps after `after` (up to `until`); streamed."""
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            return {
-                logged.step: logged.digest
-                for logged in read_steps(lines)
-                if logged.digest is not None
-                and after < logged.step
-                and (until is None or logged.step <= until)
-            }
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise StorageError(
-            f"{path}: can not be read: {error.strerror}; check its permissions and the disk"
-        ) from error
+    """Step -> digest of the last attempt that logged it, for steps after `after` (up to `until`); streamed.
+
+    Raises StorageError when the log can not be read.
+    """
+    found = {}
+    for chunk in ChunkReader(path).read() if path.exists() else ():
+        wanted = chunk.step > after
+        if until is not None:
+            wanted &= chunk.step <= until
+        for place in wanted.nonzero()[0].tolist():
+            digest = digest_of(chunk.taken[place], chunk.proof[place])
+            if digest is not None:
+                found[int(chunk.step[place])] = digest
+    return found
 
 
 def step_ranges(steps: list[int]) -> str:

@@ -128,7 +128,10 @@ def _check_drift(
 ) -> tuple[RunRecord, list[drift.Drift]]:
     """Refuses what changes the result and is not accepted. The first process compares; all get the verdict."""
     if processes.is_first:
-        found = drift.compare(saved, now.document())
+        document = now.document()
+        if not saved.get("backbone"):  # taken over from the reference, which does not record it
+            saved = {**saved, "backbone": document["backbone"]}
+        found = drift.compare(saved, document)
         stopping = drift.refused(found, options.accept)
         if stopping:
             rows = [("", "saved", "now", "class")] + [(d.name, d.saved, d.now, d.kind) for d in found]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from parallel_synthesis.errors import ConfigError
+from parallel_synthesis.errors import ConfigError, StorageError
 from pscli import running
 from pscli.context import Call
 from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
+
+
+_LONGEST_WAIT = 3600.0  # seconds in which the first process indexes the data and copies a checkpoint
 
 
 def resume(
@@ -38,10 +43,16 @@ def resume(
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="R", help="With --order-from-step: the recipe to train.")
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="R",
+            help="With --order-from-step: the recipe to train. With --out: what a reference run's flags are laid over.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="With --order-from-step: the new run.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Go on in a new run; the one given is not touched."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -58,19 +69,23 @@ def resume(
     ps resume runs/a --step 40                     go back; later checkpoints are moved, not deleted
     ps resume runs/a --max-steps 500               a later end
     ps resume runs/a --accept-drift torch
+    ps resume runs/a --step 40 --out runs/b        in a new run; runs/a may be one of the reference implementation
     ps resume CKPT --order-from-step 95060 --recipe general --out runs/b      not exact
     """
     del as_json, quiet, debug
     call: Call = ctx.obj
     if order_from_step is not None:
         _take_order(
-            call, run, order_from_step, recipe=recipe, out=out, sets=sets, max_steps=max_steps, device=device
-        )
+            call, run, order_from_step, recipe=recipe, out=out, sets=sets, max_steps=max_steps, device=device,
+            nproc=nproc,
+        )  # fmt: skip
         return
-    if recipe is not None or out is not None:
-        raise ConfigError(
-            ["--recipe and --out go with --order-from-step; a resume goes on in the run itself"]
-        )
+    if recipe is not None and out is None:
+        raise ConfigError(["--recipe goes with --out or --order-from-step; a run's own record says what it is"])
+    if out is not None:
+        _continue_in(call, run, out, step=step, recipe=recipe, sets=sets or (), nproc=nproc)
+        run, step = str(out), None
+    _refuse_reference(run)
     from parallel_synthesis.provenance.schema import load_json
     from parallel_synthesis.recipe import load_record
     from parallel_synthesis.training.targets import complete_at, find_target
@@ -122,6 +137,57 @@ def resume(
     call.output.document(reports.result_document(resolved, result))
 
 
+def _refuse_reference(run: str) -> None:
+    from parallel_synthesis.training.continuation import is_reference_run
+
+    if is_reference_run(run):
+        raise ConfigError(
+            [f"{run} is a run of the reference implementation, which is left as it is: name a new run by --out DIR"]
+        )
+
+
+def _continue_in(
+    call: Call,
+    given: str,
+    out: Path,
+    *,
+    step: int | None,
+    recipe: str | None,
+    sets: Sequence[str],
+    nproc: int | None,
+) -> None:
+    """Makes `out` a run that stands where `given` stands; an ordinary resume of it follows.
+
+    Under a torchrun of the user's own the first process makes it and the others wait for its directory.
+    """
+    from parallel_synthesis.training.continuation import begin, find_source, wait_for
+
+    worker, _ = running.role(call, nproc)
+    if worker and os.environ["RANK"] != "0":
+        deadline = time.monotonic() + _LONGEST_WAIT
+        while not wait_for(out):
+            if time.monotonic() > deadline:
+                raise StorageError(f"{out}: the first process has not made it; do all see the same directory?")
+            time.sleep(0.2)
+        return
+    source = find_source(given, step=step)
+    if source is None:
+        raise ConfigError(
+            [
+                f"{given} has components without a training state: take only its place in the order by "
+                f"--order-from-step N --recipe R --out {out}, or start from it by `ps train R --init {given}`"
+            ]
+        )
+    if source.ours and recipe is not None:
+        call.output.note(f"the settings are those of {source.run}; recipe {recipe} is not read")
+    said = begin(
+        source, out, recipe=recipe, sets=sets, environ=os.environ, argv=running.typed_arguments(call)
+    )
+    call.output.note(f"{out} goes on from {source.checkpoint}, step {source.step:,}")
+    for text in said:
+        call.output.warning(f"not carried over: {text}")
+
+
 def _take_order(
     call: Call,
     checkpoint: str,
@@ -132,6 +198,7 @@ def _take_order(
     sets: list[str] | None,
     max_steps: int | None,
     device: str | None,
+    nproc: int | None,
 ) -> None:
     """A new run from components alone, its data order begun after a completed step."""
     from parallel_synthesis.recipe import load_recipe
@@ -141,10 +208,6 @@ def _take_order(
 
     if out is None or recipe is None:
         raise ConfigError(["--order-from-step needs --out (the new run) and --recipe (what to train)"])
-    if running.role(call, None)[1]:
-        raise ConfigError(
-            ["--order-from-step starts a new run; give it torchrun by running under torchrun itself"]
-        )
     resolved = load_recipe(
         recipe,
         sets=sets or (),
@@ -152,6 +215,15 @@ def _take_order(
         environ=os.environ,
         complete=with_canonical_tasks,
     )
+    if running.role(call, nproc)[1]:
+        arguments = ["resume", checkpoint, "--order-from-step", str(step), "--recipe", recipe, "--out", str(out)]
+        for item in sets or ():
+            arguments += ["--set", item]
+        for flag, value in (("--max-steps", max_steps), ("--device", device)):
+            arguments += [] if value is None else [flag, str(value)]
+        raise typer.Exit(
+            running.launched(call, resolved.config, out=out, nproc=nproc, arguments=arguments)
+        )
     watcher = Watcher(call.output, log_every=resolved.config.log.every)
     with running.stop_signals_interrupt():
         from parallel_synthesis.training import loop

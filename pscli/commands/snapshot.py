@@ -50,13 +50,17 @@ def snapshot(
     if sum([list_, export is not None, drop is not None]) > 1:
         raise ConfigError(["--list, --export and --drop exclude each other: give one"])
     from parallel_synthesis.checkpoint import snapshots
-    from parallel_synthesis.checkpoint.layout import find_components
+    from parallel_synthesis.checkpoint.layout import find_components, is_committed
 
     if export is not None:
         source = find_components(run)
+        checked = is_committed(source)
         how = snapshots.export(source, export)
-        output.text(f"exported {source} to {export}; every byte was checked on the way")
-        output.document({"exported": source, "to": export, "how": how})
+        said = "every byte was checked on the way"
+        if not checked:
+            said = "it has no manifest, so nothing could be checked; the copy has one"
+        output.text(f"exported {source} to {export}; {said}")
+        output.document({"exported": source, "to": export, "how": how, "checked": checked})
         return
     place = Path(run)
     if not place.is_dir():

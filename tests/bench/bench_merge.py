@@ -1,6 +1,6 @@
 """Speed and memory of `ps merge` on a release-shaped pair, against F = reading both files and copying one.
 
-    python tests/bench/bench_merge.py [--rows 30000] [--rounds 2] [--scratch DIR] [--check]
+    python tests/bench/bench_merge.py [--rows 30000] [--rounds 2] [--no-manifest] [--scratch DIR] [--check]
 
 Generated: 320 fp32 LoRA tensors (84 MB) and bf16 embed_tokens and lm_head of [rows, 5120]. The release has 151669
 rows (3.19 GB a file): --rows 151669 needs 13 GB of disk. Two cases: embeddings equal in both, as in real pairs, whose
@@ -14,7 +14,7 @@ the CPU seconds.
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import os
 import shutil
 import subprocess
@@ -27,13 +27,14 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel_synthesis.checkpoint.commit import Staging, commit
 from parallel_synthesis.checkpoint.safetensors_file import TensorChunks, write_safetensors
-from parallel_synthesis.provenance.hashing import HashingFile
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, RANK = 5120, 40, 16
 OUTPUTS = {"q": 5120, "k": 1024, "v": 1024, "o": 5120}
 CHUNK = 1 << 20
+ADAPTER = "judger_lora/adapter_model.safetensors"
 TARGETS = {"equal": (2.5, 100), "different": (4.0, 350)}  # times F, MB
 
 
@@ -50,7 +51,8 @@ def chunks(kind: str, nbytes: int, seed: int) -> Iterator[bytes]:
         yield some[number % 4][: nbytes - at]
 
 
-def write_checkpoint(directory: Path, *, rows: int, seed: int, embedding_seed: int) -> Path:
+def write_checkpoint(directory: Path, *, rows: int, seed: int, embedding_seed: int, manifest: bool) -> Path:
+    """As a run commits it; without its manifest, as the reference implementation leaves it."""
     shapes: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for layer in range(LAYERS):
         for part, outputs in OUTPUTS.items():
@@ -64,15 +66,21 @@ def write_checkpoint(directory: Path, *, rows: int, seed: int, embedding_seed: i
         for name, (kind, shape, where) in shapes.items()
         for size in [4 if kind == "F32" else 2]
     }
-    (directory / "judger_lora").mkdir(parents=True)
-    with (directory / "judger_lora" / "adapter_model.safetensors").open("wb") as file:
-        hashing = HashingFile(file.write)
-        write_safetensors(hashing, tensors)
-        hashing.flush()
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"]}
-    (directory / "judger_lora" / "adapter_config.json").write_text(json.dumps(config))
-    with zipfile.ZipFile(directory / "cache_mapper.pt", "w") as archive:  # a state dict without tensors
+    mapper = io.BytesIO()
+    with zipfile.ZipFile(mapper, "w") as archive:  # a state dict without tensors
         archive.writestr("archive/data.pkl", b"\x80\x02}q\x00.")
+
+    def fill(staging: Staging) -> None:
+        with staging.open(ADAPTER) as file:
+            details = write_safetensors(file, tensors)
+        staging.describe(ADAPTER, details)
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"]}
+        staging.write_json("judger_lora/adapter_config.json", config, None)
+        staging.write_bytes("cache_mapper.pt", mapper.getvalue())
+
+    commit(directory, step=1, fill=fill)
+    if not manifest:
+        (directory / "manifest.json").unlink()
     return directory
 
 
@@ -113,17 +121,24 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=30000, help="vocabulary rows; the release has 151669")
     parser.add_argument("--rounds", type=int, default=2, help="measured this often; the best counts")
     parser.add_argument("--scratch", type=Path, default=None, help="where the files are made")
+    parser.add_argument("--no-manifest", action="store_true", help="inputs as the reference leaves them")
     parser.add_argument("--check", action="store_true", help="exit 1 beyond the targets")
     options = parser.parse_args()
     missed = False
     with tempfile.TemporaryDirectory(dir=options.scratch) as name:
         scratch = Path(name)
         for case, (times, megabytes) in TARGETS.items():
-            a = write_checkpoint(scratch / "a", rows=options.rows, seed=1, embedding_seed=7)
-            b = write_checkpoint(
-                scratch / "b", rows=options.rows, seed=2, embedding_seed=7 if case == "equal" else 8
+            a = write_checkpoint(
+                scratch / "a", rows=options.rows, seed=1, embedding_seed=7, manifest=not options.no_manifest
             )
-            files = [one / "judger_lora" / "adapter_model.safetensors" for one in (a, b)]
+            b = write_checkpoint(
+                scratch / "b",
+                rows=options.rows,
+                seed=2,
+                embedding_seed=7 if case == "equal" else 8,
+                manifest=not options.no_manifest,
+            )
+            files = [one / ADAPTER for one in (a, b)]
             rounds = [(*baseline(*files, scratch), *merged(a, b, scratch)) for _ in range(options.rounds)]
             plain, plain_cpu, seconds, cpu, peak = (min(column) for column in zip(*rounds, strict=True))
             each = files[0].stat().st_size / 1e9

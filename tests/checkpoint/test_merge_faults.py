@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from parallel_synthesis.checkpoint.disk import Disk
 from parallel_synthesis.checkpoint.merge import merge
@@ -70,6 +73,49 @@ def test_damaged_inputs(lora_checkpoint: Make, tmp_path: Path) -> None:
     damaged.write_bytes(content)
     with pytest.raises(CheckpointError, match="differs from the sha256 in its manifest"):
         merge([(str(made[0]), 0.5), (str(tmp_path / "good"), 0.5)], tmp_path / "out", RELEASE)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["header", "lora", "equal", "from the start", "later"])
+def test_inputs_with_manifests_are_proved_by_their_parts(
+    lora_checkpoint: Make, tmp_path: Path, place: str
+) -> None:
+    """Equal tensors are hashed in the output alone, so damage that both inputs share must show there too."""
+    shared = embeddings(1, 60_000)
+    later = {name: tensor.clone() for name, tensor in shared.items()}
+    later[HEAD][-1] += 1  # equal for two chunks, then not
+    other = later | {"base_model.model.other.weight": embeddings(2)[HEAD]}
+    pair = []
+    for seed, state in enumerate((shared | {"base_model.model.other.weight": embeddings(3)[HEAD]}, other)):
+        plain = lora_checkpoint(tmp_path / f"plain-{seed}", seed=seed, embeddings=state)
+        merge([(str(plain), 1.0)], tmp_path / f"in-{seed}", MergeOptions())  # now it has a manifest
+        pair.append(tmp_path / f"in-{seed}")
+    sources = [(str(one), 0.5) for one in pair]
+    good = merge(sources, tmp_path / "good", RELEASE)
+    assert [parent["components"][ADAPTER] for parent in good.parents] == [
+        hashlib.sha256((one / ADAPTER).read_bytes()).hexdigest() for one in pair
+    ]
+    states = [load_file(one / ADAPTER) for one in pair]
+    wanted = {n: (a.float() * 0.5 + states[1][n].float() * 0.5).to(a.dtype) for n, a in states[0].items()}
+    assert (tmp_path / "good" / ADAPTER).read_bytes() == save(wanted)
+    names = {"equal": EMBED, "from the start": "base_model.model.other.weight", "later": HEAD}
+    name = names.get(place, min(n for n in wanted if "lora" in n))
+    listed = json.loads((pair[0] / "manifest.json").read_text())["files"][ADAPTER]["tensors"]
+    for one in pair:
+        if one == pair[1] and place != "equal":
+            continue
+        (one / ADAPTER).chmod(0o644)
+        content = bytearray((one / ADAPTER).read_bytes())
+        if place == "header":
+            content = bytearray(content.replace(b"other.weight", b"odder.weight", 1))
+        else:
+            content[listed[name]["offset"] + 2] ^= 1
+        (one / ADAPTER).write_bytes(content)
+    options = MergeOptions(mapper_from=1, missing="copy")
+    with pytest.raises(
+        CheckpointError, match=f"damaged: {'header' if place == 'header' else f'tensor {name}'}"
+    ):
+        merge(sources, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 
 

@@ -62,7 +62,7 @@ def test_a_whole_run_in_words(trained: Path, ps: Any) -> None:
     done = ps("verify", str(trained))
     assert done.returncode == 0 and done.stderr == ""
     assert "6 checkpoints, 36 files: every byte is as its manifest says" in done.stdout
-    assert "not checked, because no manifest lists it: train.log" in done.stdout
+    assert "not checked, because no manifest vouches for it: train.log" in done.stdout
 
 
 def test_all_of_a_run_is_covered(run: Path, verdict: Callable[..., Any]) -> None:
@@ -105,6 +105,7 @@ def test_an_incomplete_run_says_so(run: Path, ps: Any, verdict: Callable[..., An
     assert done.returncode == 0 and "the run is not complete" in done.stdout
     document = verdict(run, "--complete")
     assert document["exit_code"] == 1 and document["found"] == {(".", "incomplete")}
+    assert f"ps resume {run}" in ps("verify", str(run), "--complete").stderr
     assert "cache_mapper.pt" in document["not_checked"]  # without a manifest they count for nothing
     (run / "notes.txt").write_text("x")
     assert verdict(run)["found"] == {("notes.txt", "extra")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel_synthesis.training.log_chunks import UNKNOWN, Chunk
+from parallel_synthesis.training.log_columns import UNKNOWN, Chunk
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel_synthesis.training.events import StepDigest
 from parallel_synthesis.training.inspection.blocks import FIELD
 from parallel_synthesis.training.inspection.runlog import Gap, OddStep, RunLog
-from parallel_synthesis.training.log_chunks import LISTED, Chunk
-from parallel_synthesis.training.log_reader import read_digest
+from parallel_synthesis.training.log_chunks import LISTED
+from parallel_synthesis.training.log_columns import Chunk, digest_of
 from parallel_synthesis.training.repeats import first_difference
 
 _MOST_READ_AGAIN = 4  # times the log's size; a log that restarts at every line must end too
@@ -62,15 +61,6 @@ def version(chunk: Chunk, place: int) -> Version:
     )
 
 
-def digest_of(found: Version) -> StepDigest | None:
-    """The digest of a version; None when its line has none."""
-    if not found.proof:
-        return None
-    parts = (part.partition(b"=") for part in found.proof.split())
-    fields = {name.decode(): value for name, _, value in parts}
-    return read_digest({"rows": found.taken, **fields})
-
-
 def difference(step: int, before: Version, now: Version, names: tuple[list[str], list[str]]) -> str | None:
     """The first thing in which two versions of a step differ, None when they agree. names: task names of each."""
     if names[0][before.task] != names[1][now.task]:
@@ -79,7 +69,7 @@ def difference(step: int, before: Version, now: Version, names: tuple[list[str],
         said = {True: "skipped", False: "an update"}
         return f"{said[before.skipped]}, then {said[now.skipped]}"
     if before.proof and now.proof and (before.taken, before.proof) != (now.taken, now.proof):
-        one, other = digest_of(before), digest_of(now)
+        one, other = digest_of(before.taken, before.proof), digest_of(now.taken, now.proof)
         if one is not None and other is not None:
             found = first_difference(step, one, other)
             if found is not None:
@@ -228,7 +218,6 @@ def find_odd(log: RunLog) -> list[OddStep]:
                         step=int(chunk.step[place]),
                         line=int(chunk.line[place]),
                         loss=float(chunk.loss[place]),
-                        ppl=float(chunk.ppl[place]),
                     )
                 )
     return found[:LISTED]

@@ -141,14 +141,14 @@ def report(
     """Figures of a log that has been read. batch_size: rows a rank and step, for lines that do not number the rows."""
     blocks = log.blocks if log.blocks is not None else Blocks(1)
     total = blocks.total()
-    span = max(_LEAST, math.ceil(_SHARE * (log.last_step - log.first_step + 1)))
-    start_until = min(log.first_step + span - 1, log.last_step)
-    now_from = max(log.last_step - span + 1, log.first_step)
     has_steps = log.blocks is not None and bool(
         total[:, FIELD["updates"]].sum() + total[:, FIELD["skipped"]].sum() > 0
     )
-    early = log.sums(log.first_step, start_until).total() if has_steps else total
-    late = log.sums(now_from, log.last_step).total() if has_steps else total
+    used = blocks.block(log.last_step) + 1 if has_steps else 1
+    span = min(used, max(math.ceil(_LEAST / blocks.width), math.ceil(_SHARE * used)))  # in whole blocks
+    start_until = min(blocks.start(span) - 1, log.last_step)
+    now_from = max(blocks.start(used - span), log.first_step)
+    early, late = blocks.sums[:span].sum(axis=0), blocks.sums[used - span : used].sum(axis=0)
     names = log.tasks.names
     planned_tasks = dict.fromkeys([*names, *(rows_planned or {}), *(steps_planned or {})])
     tasks = tuple(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from parallel_synthesis.errors import StorageError
 from parallel_synthesis.training.inspection.blocks import Blocks
-from parallel_synthesis.training.log_chunks import LISTED, Chunk, ChunkReader, NoiseCount, Tasks
+from parallel_synthesis.training.log_chunks import LISTED, ChunkReader, NoiseCount
+from parallel_synthesis.training.log_columns import Chunk, Tasks
 from parallel_synthesis.training.log_reader import EpochLine, Noise, NoteLine, ResumeLine
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddStep:
-    """A step with a loss or perplexity that is not finite."""
+    """An update whose loss is not finite."""
 
     step: int
     line: int
     loss: float
-    ppl: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
