@@ -150,7 +150,9 @@ def take_apart(words: Sequence[str], *, options: Mapping[str, bool]) -> Words:
         if word.startswith("--") and key in FLAGS:
             given = [text] if equals else []
             kind = FLAGS[key].kind
-            while not equals and waiting and not waiting[0].startswith("--") and _takes(kind, given, waiting[0]):
+            while (
+                not equals and waiting and not waiting[0].startswith("--") and _takes(kind, given, waiting[0])
+            ):
                 given.append(waiting.pop(0))
             if negated:
                 given = ["false"]
@@ -218,7 +220,9 @@ def settings(flags: Mapping[str, Any], *, recorded: bool = False) -> Settings:
         elif not flag.refused and not recorded:
             warnings.append(f"--{name} has no effect: {flag.why}")
     if fields.get("data.max_rows") is not None:
-        warnings.append(f"--train_samples_per_task: the first {fields['data.max_rows']} valid rows of each task")
+        warnings.append(
+            f"--train_samples_per_task: the first {fields['data.max_rows']} valid rows of each task"
+        )
     return Settings(
         fields=fields,
         save_dir=own.get("parallel_kv_save_dir"),

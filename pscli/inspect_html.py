@@ -240,7 +240,13 @@ def _plots(log: LogReport) -> str:
     note = "restarts dashed" if marks else ""
     losses = {name: [point.tasks.get(name) for point in log.curve] for name in names}
     plots = [
-        lines("Loss per task", steps, losses, marks=marks, note=f"nats per target token {note}"),
+        lines(
+            "Loss per task",
+            steps,
+            losses,
+            marks=marks,
+            note=", ".join(filter(None, ("nats per target token", note))),
+        ),
         lines(
             "Perplexity per task",
             steps,
@@ -269,7 +275,7 @@ def _plots(log: LogReport) -> str:
             steps,
             {"tokens": [p.tokens_per_second for p in log.curve]},
             marks=marks,
-            note="prefill and live",
+            note="prefill and live, updates only",
         ),
         lines("Memory peak", steps, {"memory": [p.memory_gib for p in log.curve]}, marks=marks, note="GiB"),
     ]

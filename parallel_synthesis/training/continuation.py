@@ -178,13 +178,10 @@ def _resolve(
         complete=with_canonical_tasks,
     )
     if resolved.config.run.ranks != ranks:
-        raise ConfigError([f"run.ranks = {resolved.config.run.ranks}: the training state is of {ranks} ranks"])
-    typed = {item.partition("=")[0].strip() for item in sets}
-    named = {".".join(item.partition("=")[0].split(".")[:2]) for item in known} - typed
-    origins = {k: "the reference's run" if k in named else v for k, v in resolved.origins.items()}
-    return dataclasses.replace(resolved, origins=origins, sha256=sha256 or resolved.sha256), list(
-        flags.warnings
-    )
+        raise ConfigError(
+            [f"run.ranks = {resolved.config.run.ranks}: the training state is of {ranks} ranks"]
+        )
+    return dataclasses.replace(resolved, sha256=sha256 or resolved.sha256), list(flags.warnings)
 
 
 def _from_files(checkpoint: Path) -> list[str]:

@@ -147,7 +147,7 @@ def are_plain(columns: Sequence[tuple[bytes, ...]], tasks: Tasks) -> bool:
         return False
     if any(_ODD_NAME.search(task) for task in {*columns[2], *columns[3]}):
         return False
-    if any(tasks.of_list(listed)[1] == 0 for listed in set(columns[3]) if listed):
+    if any(tasks.of_list(listed)[1] == 0 for listed in dict.fromkeys(columns[3]) if listed):
         return False
     # Glued to it, cut, coloured, or fields that are not ours: such lines say more than the columns can hold.
     proofs = b"".join(columns[_PROOF])
@@ -175,7 +175,7 @@ def plain_columns(numbers: Sequence[int], columns: Sequence[tuple[bytes, ...]], 
     count = len(numbers)
     known = {
         pair: (tasks.number(pair[0].decode("utf-8", "replace")), 1) if pair[0] else tasks.of_list(pair[1])
-        for pair in set(zip(columns[2], columns[3], strict=True))
+        for pair in dict.fromkeys(zip(columns[2], columns[3], strict=True))  # in order: it numbers the tasks
     }
     found = list(map(known.__getitem__, zip(columns[2], columns[3], strict=True)))
     number, ranks = np.array(found, dtype=np.int64).T

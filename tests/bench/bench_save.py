@@ -39,7 +39,7 @@ def state_of(
         mapper={"net.0.weight": torch.zeros(32, 3)},
         mapper_config={"hidden_dim": 32, "metadata_features": "both"},
         adapter=adapter,
-        adapter_config={"peft_type": "LORA"},
+        adapter_config={"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]},
         training_state={"optimizer_state": {"state": moments}},
         meta={"global_step": step, "epoch": 1, "source_run_dir": ".", "metrics": {}},
         into=spare,

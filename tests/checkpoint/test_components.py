@@ -43,6 +43,7 @@ def taken(step: int = 0, seed: int = 0, **changed: Any) -> HostState:
         "adapter": adapter,
         "adapter_config": {
             "r": 16,
+            "lora_alpha": 32,
             "target_modules": set(MODULES),
             "exclude_modules": list(MODULES),
             "peft_type": "LORA",

@@ -30,7 +30,7 @@ state = {"mapper": {}, "adapter": {}, "training_state": {}}
 state[sys.argv[2]] = {"big": big}
 meta = {"global_step": 2, "epoch": 1, "source_run_dir": None, "metrics": None}
 config = {"hidden_dim": 32, "metadata_features": "both"}
-host = capture(step=2, mapper_config=config, adapter_config={}, meta=meta, **state)
+host = capture(step=2, mapper_config=config, adapter_config={"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}, meta=meta, **state)
 try:
     write_checkpoint(Path(sys.argv[1]), host)
 except StorageError as error:

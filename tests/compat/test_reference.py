@@ -16,6 +16,7 @@ import pytest
 Ps = Any  # tests/conftest.py, Calls
 Write = Callable[..., Path]
 Hashes = Callable[[Path], dict[str, str]]
+STEPS = 15  # of the run that is never stopped
 
 
 def content(directory: Path) -> dict[str, str]:
@@ -38,7 +39,9 @@ def test_a_run_begun_there_ends_here_as_if_it_had_begun_here(
     """The order of the rows, AdamW's moments and dropout's random streams all decide these bytes."""
     before = content(reference)
     out = tmp_path / "ours"
-    result = ps("resume", reference, "--out", out, "--set", f"data.root={world['root']}")
+    result = ps(
+        "resume", reference, "--out", out, "--max-steps", STEPS, "--set", f"data.root={world['root']}"
+    )
     assert result.returncode == 0, result.stderr
     assert hashes(out) == hashes(whole)
     assert content(reference) == before
@@ -50,7 +53,6 @@ def test_a_run_begun_there_ends_here_as_if_it_had_begun_here(
     record = json.loads((out / "run_args.json").read_text())
     assert record["backbone"]["files"]
     assert record["data"].keys() == {"flan", "wildchat"}
-    assert record["origins"]["optim.learning_rate"] == "the reference's run"
     meta = json.loads((out / "checkpoint_meta.json").read_text())
     assert meta["parents"][0]["source"] == str(reference)
     assert meta["parents"][0]["step"] == 6
@@ -61,14 +63,13 @@ def test_a_run_begun_there_ends_here_as_if_it_had_begun_here(
 def test_from_an_earlier_step_and_with_two_processes(
     ps: Ps, reference: Path, whole: Path, world: dict[str, Any], hashes: Hashes, tmp_path: Path
 ) -> None:
-    if not (whole / "step_checkpoints").exists() or world is None:
-        pytest.skip("nothing to compare with")
     out = tmp_path / "ours"
     ranks = json.loads((whole / "checkpoint_meta.json").read_text())["ranks"]
     processes = ["--nproc", "2"] if ranks == 4 else []
     result = ps(
-        "resume", reference, "--out", out, "--step", 2, *processes, "--set", f"data.root={world['root']}"
-    )
+        "resume", reference, "--out", out, "--step", 2, "--max-steps", STEPS, *processes,
+        "--set", f"data.root={world['root']}",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert hashes(out) == hashes(whole)
 
@@ -114,9 +115,9 @@ def test_other_data_are_refused(ps: Ps, reference: Path, world: dict[str, Any], 
     wild.parent.mkdir(parents=True)
     shutil.copyfile(tmp_path / "second.jsonl", wild)
     out = tmp_path / "ours"
-    if "rank_state_by_rank" not in (reference / "step_checkpoints/latest/training_state.pt").read_bytes().decode(
-        "latin1"
-    ):
+    if "rank_state_by_rank" not in (
+        reference / "step_checkpoints/latest/training_state.pt"
+    ).read_bytes().decode("latin1"):
         pytest.skip("one rank is still in its first epoch")
     result = ps("resume", reference, "--out", out, "--set", f"data.root={tmp_path}")
     assert result.returncode == 2
@@ -151,9 +152,7 @@ def test_nothing_in_a_state_is_executed(
     mark = tmp_path / "executed"
     path = reference / "step_checkpoints/step_000000006/training_state.pt"
     torch.save({"checkpoint_version": 2, "global_step": 6, "evil": Crafted(mark)}, path)
-    result = ps(
-        "resume", reference, "--out", tmp_path / "ours", "--set", f"data.root={world['root']}"
-    )
+    result = ps("resume", reference, "--out", tmp_path / "ours", "--set", f"data.root={world['root']}")
     assert result.returncode == 2
     assert "weights_only" in result.stderr
     assert not mark.exists()

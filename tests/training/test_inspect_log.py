@@ -345,6 +345,16 @@ def test_a_thinned_reference_log_says_so_and_has_no_gaps(tmp_path: Path) -> None
     assert (found.every, found.updates, found.missing, found.last_step) == (10, 50, 0, 500)
 
 
+def test_a_log_whose_guards_skip_every_second_step_is_not_thinned(tmp_path: Path) -> None:
+    text = "".join(skip(step) if step % 2 else update(step) for step in range(1, 41))
+    found = figures(tmp_path / "a.log", text)
+    assert (found.every, found.updates, found.skipped, found.missing) == (1, 20, 20, 0)
+    # One gap more, and updates at even steps only by the guards: still no reason to speak of a gap as thinning.
+    uneven = "".join(skip(step) if step % 3 else update(step) for step in range(1, 41) if step != 20)
+    gap = figures(tmp_path / "b.log", uneven)
+    assert (gap.every, gap.skipped, gap.missing) == (1, 26, 1)
+
+
 def test_a_long_log_keeps_its_sums_when_blocks_grow(tmp_path: Path) -> None:
     text = "".join(update(step, f"{step % 7}.0", step % 5 + 1, full=False) for step in range(1, 5001))
     log = read(tmp_path / "a.log", text)
@@ -356,6 +366,12 @@ def test_a_long_log_keeps_its_sums_when_blocks_grow(tmp_path: Path) -> None:
     assert sum(point.updates for point in found.curve) == 5000
     part = log.sums(100, 250).total().sum(axis=0)
     assert part[FIELD["updates"]] == 151
+
+
+def test_a_skipped_step_is_no_throughput(tmp_path: Path) -> None:
+    found = figures(tmp_path / "a.log", update(1) + skip(2) + update(3))
+    assert found.tokens_per_second == pytest.approx(150 / 0.5)
+    assert found.seconds_per_step == pytest.approx(1.01 / 3)
 
 
 def test_memory_comes_from_cuda_records_of_a_reference_log(tmp_path: Path) -> None:

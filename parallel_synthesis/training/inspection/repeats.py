@@ -12,6 +12,7 @@ from parallel_synthesis.training.log_columns import Chunk, digest_of
 from parallel_synthesis.training.repeats import first_difference
 
 _MOST_READ_AGAIN = 4  # times the log's size; a log that restarts at every line must end too
+_ENOUGH = 8  # updates that tell how a log is thinned
 _SMALL = 1 << 26  # bytes that are always read again
 
 
@@ -224,13 +225,21 @@ def find_odd(log: RunLog) -> list[OddStep]:
 
 
 def find_stride(log: RunLog) -> int:
-    """How far apart logged steps are: 1, or more in a log of the reference that was thinned (its --log_every_steps)."""
+    """How far apart logged updates are: 1, or N in a log of the reference that was thinned (its --log_every_steps N).
+
+    Such a log has updates at multiples of N only; skips it has all.
+    """
     import numpy as np
 
-    if log.blocks is None:
+    blocks = log.blocks
+    if blocks is None:
+        return 1
+    updates = blocks.total_by_block("updates").sum()
+    missing = log.last_step - log.first_step + 1 - updates - blocks.total_by_block("skipped").sum()
+    if 2 * missing <= updates:  # a gap, not every second step or more
         return 1
     for chunk in log.chunks_with(log.first_step, log.last_step):
         steps = chunk.step[log.live(chunk) & ~chunk.skipped]
-        if len(steps) > 3:
-            return max(1, int(np.median(np.diff(steps))))
+        if len(steps) >= _ENOUGH:
+            return max(1, int(np.gcd.reduce(steps)))
     return 1

@@ -85,7 +85,7 @@ class NoiseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport:
-    """A log's last run. `tokens_per_second` counts what goes through the backbone (prefill and live)."""
+    """A log's last run. `tokens_per_second` counts what goes through the backbone (prefill and live) in updates."""
 
     path: Path
     lines: int
@@ -190,7 +190,7 @@ def report(
         seconds=float(whole[FIELD["seconds"]]) if whole[FIELD["timed"]] else None,
         seconds_per_step=_ratio(whole, "seconds", "timed"),
         seconds_per_step_now=_ratio(late.sum(axis=0), "seconds", "timed"),
-        tokens_per_second=_ratio(whole, "timed_tokens", "seconds"),
+        tokens_per_second=_ratio(whole, "update_tokens", "update_seconds"),
         memory_peak_gib=memory or None,
         memory_reserved_gib=log.memory_reserved or None,
         restarts=log.restarts,
@@ -284,7 +284,7 @@ def _curve(log: RunLog, blocks: Blocks) -> tuple[Point, ...]:
                     if counts[block:end].any()
                 },
                 seconds_per_step=_ratio(whole, "seconds", "timed"),
-                tokens_per_second=_ratio(whole, "timed_tokens", "seconds"),
+                tokens_per_second=_ratio(whole, "update_tokens", "update_seconds"),
                 memory_gib=memory or None,
             )
         )
