@@ -7,6 +7,7 @@ its own meaning (a directory, a step), or is said by name to have none here; non
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -245,20 +246,35 @@ def _value(flag: Flag, given: Any) -> tuple[Any, str | None]:
     if flag.kind == "switch":
         truth = given if isinstance(given, bool) else _TRUTH.get(str(given).lower())
         return (None, "true or false") if truth is None else (truth, None)
-    try:
-        if isinstance(given, bool):
-            raise ValueError
-        number = float(given)
-        whole = int(number) if number != int(number) or isinstance(given, float) else int(given)
-    except (TypeError, ValueError, OverflowError):
-        return None, "a whole number" if flag.kind == "whole" else "a finite number"
     if flag.kind == "number":
-        return number, None
-    if whole != number:
+        number = _number(given)
+        return (None, "a finite number") if number is None else (number, None)
+    whole = _whole(given)
+    if whole is None:
         return None, "a whole number"
     if flag.unset and whole <= 0:
         return None, None
     return whole if flag.least is None else max(flag.least, whole), None
+
+
+def _number(given: Any) -> float | None:
+    try:
+        number = float("nan" if isinstance(given, bool) else given)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(given: Any) -> int | None:
+    """A whole number, also when it is written as 64.0."""
+    number = _number(given)
+    if number is None or not number.is_integer():
+        return None
+    return (
+        int(number)
+        if isinstance(given, float) or "." in str(given) or "e" in str(given).lower()
+        else int(given)
+    )
 
 
 def _toml(value: Any) -> str:

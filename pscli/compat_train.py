@@ -89,9 +89,9 @@ def _resumed(
     from parallel_synthesis.training.continuation import find_source
 
     source = find_source(given, step=step)
-    if source is not None and source.ours and source.run is not None:
-        if out is None or Path(out).resolve() == source.run.resolve():
-            return ["resume", str(source.run), "--step", str(step), *rest]
+    own = source.run if source is not None and source.ours else None
+    if own is not None and (out is None or Path(out).resolve() == own.resolve()):
+        return ["resume", str(own), "--step", str(step), *rest]
     if out is None:
         raise ConfigError(["--parallel_kv_save_dir is missing: the new run that goes on from the checkpoint"])
     if source is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -228,7 +227,7 @@ def _run_of(checkpoint: Path) -> Path | None:
             return place
     meta = checkpoint / layout.CHECKPOINT_META
     says = read_json(meta).get("source_run_dir") if meta.is_file() else None
-    if isinstance(says, str) and says and os.path.isfile(os.path.join(says, layout.RUN_ARGS)):
+    if isinstance(says, str) and says and (Path(says) / layout.RUN_ARGS).is_file():
         return Path(says)
     return None
 

@@ -224,7 +224,7 @@ def _read_held_out(
     if not held_out.files:
         return None
     files = processes.first_then_others(
-        lambda: open_files(config, held_out.files, tuple(held_out.files), max_rows=held_out.max_rows)
+        lambda: open_files(config, held_out.files, sorted(held_out.files), max_rows=held_out.max_rows)
     )
     rows = HeldOut.read(files, tokenize)
     for file in files.values():

@@ -15,7 +15,6 @@ from pscli import running
 from pscli.context import Call
 from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
 
-
 _LONGEST_WAIT = 3600.0  # seconds in which the first process indexes the data and copies a checkpoint
 
 
@@ -81,7 +80,9 @@ def resume(
         )  # fmt: skip
         return
     if recipe is not None and out is None:
-        raise ConfigError(["--recipe goes with --out or --order-from-step; a run's own record says what it is"])
+        raise ConfigError(
+            ["--recipe goes with --out or --order-from-step; a run's own record says what it is"]
+        )
     if out is not None:
         _continue_in(call, run, out, step=step, recipe=recipe, sets=sets or (), nproc=nproc)
         run, step = str(out), None
@@ -142,7 +143,9 @@ def _refuse_reference(run: str) -> None:
 
     if is_reference_run(run):
         raise ConfigError(
-            [f"{run} is a run of the reference implementation, which is left as it is: name a new run by --out DIR"]
+            [
+                f"{run} is a run of the reference implementation, which is left as it is: name a new run by --out DIR"
+            ]
         )
 
 
@@ -167,7 +170,9 @@ def _continue_in(
         deadline = time.monotonic() + _LONGEST_WAIT
         while not wait_for(out):
             if time.monotonic() > deadline:
-                raise StorageError(f"{out}: the first process has not made it; do all see the same directory?")
+                raise StorageError(
+                    f"{out}: the first process has not made it; do all see the same directory?"
+                )
             time.sleep(0.2)
         return
     source = find_source(given, step=step)
@@ -216,14 +221,21 @@ def _take_order(
         complete=with_canonical_tasks,
     )
     if running.role(call, nproc)[1]:
-        arguments = ["resume", checkpoint, "--order-from-step", str(step), "--recipe", recipe, "--out", str(out)]
+        arguments = [
+            "resume",
+            checkpoint,
+            "--order-from-step",
+            str(step),
+            "--recipe",
+            recipe,
+            "--out",
+            str(out),
+        ]
         for item in sets or ():
             arguments += ["--set", item]
         for flag, value in (("--max-steps", max_steps), ("--device", device)):
             arguments += [] if value is None else [flag, str(value)]
-        raise typer.Exit(
-            running.launched(call, resolved.config, out=out, nproc=nproc, arguments=arguments)
-        )
+        raise typer.Exit(running.launched(call, resolved.config, out=out, nproc=nproc, arguments=arguments))
     watcher = Watcher(call.output, log_every=resolved.config.log.every)
     with running.stop_signals_interrupt():
         from parallel_synthesis.training import loop

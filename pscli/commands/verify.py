@@ -335,7 +335,8 @@ def _replay(call: Call, path: str, count: int) -> None:
             f"{target.run}: from step {result.from_step} the replay differs: {result.difference}. "
             f"The data, the code, the libraries or the machine are not those that made the log"
         )
-    also = f", and the bytes of {len(result.checkpoints)} checkpoints" if result.checkpoints else ""
+    saved = len(result.checkpoints)
+    also = f", and the bytes of {saved} checkpoint{'s' * (saved > 1)}" if saved else ""
     call.output.text(f"{result.steps} steps reproduced from step {result.from_step}{also}")
     call.output.document(
         {"reproduced": result.steps, "from_step": result.from_step, "checkpoints": result.checkpoints}

@@ -208,7 +208,7 @@ def test_it_goes_on_exactly_in_place_in_a_new_run_or_with_the_order_alone(
     flags = flags_of(world, num_epochs=1)
     result = ps(*flags, "--nproc", "2", "--parallel_kv_save_dir", whole, *root, script=SCRIPT)
     assert result.returncode == 0, result.stderr
-    resume = ["--parallel_kv_load_dir", whole, "--resume_from_global_step", "2"]
+    resume = ["--parallel_kv_load_dir", whole, "--resume_from_global_step", "8"]
     into_new = ps(*flags, *resume, "--parallel_kv_save_dir", part, *root, script=SCRIPT)
     assert into_new.returncode == 0, into_new.stderr
     assert hashes(part) == hashes(whole)
@@ -218,7 +218,7 @@ def test_it_goes_on_exactly_in_place_in_a_new_run_or_with_the_order_alone(
     assert hashes(part) == hashes(whole)
     wrong = ps(*flags, *resume[:-1], "3", "--parallel_kv_save_dir", tmp_path / "x", *root, script=SCRIPT)
     assert wrong.returncode == 2
-    assert "has no training state of step 3; there are those of: 0, 2, " in wrong.stderr
+    assert "has no training state of step 3; there are those of: 0, 8, 10" in wrong.stderr
     bare = tmp_path / "bare"
     for name in (
         "cache_mapper.pt",
@@ -226,12 +226,12 @@ def test_it_goes_on_exactly_in_place_in_a_new_run_or_with_the_order_alone(
         "judger_lora/adapter_config.json",
     ):
         (bare / name).parent.mkdir(parents=True, exist_ok=True)
-        (bare / name).write_bytes((whole / "step_checkpoints/step_000000002" / name).read_bytes())
-    resume = ["--parallel_kv_load_dir", bare, "--resume_from_global_step", "2", "--nproc", "2"]
+        (bare / name).write_bytes((whole / "step_checkpoints/step_000000008" / name).read_bytes())
+    resume = ["--parallel_kv_load_dir", bare, "--resume_from_global_step", "8", "--nproc", "2"]
     order = ps(*flags, *resume, "--parallel_kv_save_dir", tmp_path / "order", *root, script=SCRIPT)
     assert order.returncode == 0, order.stderr
     assert "this continuation is not exact" in order.stderr
-    assert " step=3 " in (tmp_path / "order" / "train.log").read_text().splitlines()[1]
+    assert " step=9 " in (tmp_path / "order" / "train.log").read_text().splitlines()[1]
 
 
 def test_a_reference_checkpoint_goes_on_with_the_same_command_line(
