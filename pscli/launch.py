@@ -284,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
         if debug:
             sys.stderr.write(f"{error}\n")
         return _first_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException:
+    except (SignalException, KeyboardInterrupt):
         return 130
     except (RendezvousError, RuntimeError, ValueError, OSError) as error:
         if debug:

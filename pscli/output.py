@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -104,7 +105,8 @@ class Output:
         if self.debug:
             traceback.print_exception(error, file=self.stderr)
         if self.reports is not None:
-            if self._leave(document) and not isinstance(error, PeerError):
+            first = not any(self.reports.glob("error-*.json"))  # a rank ended for another's error is quiet
+            if self._leave(document) and not isinstance(error, PeerError) and (first or exit_code != 130):
                 self._say(_described(document, self.rank))
             return
         self._say(_described(document, self.rank))
@@ -134,8 +136,9 @@ class Output:
         self.stdout.flush()
 
     def _say(self, text: str) -> None:
-        self.stderr.write(text + "\n")
-        self.stderr.flush()
+        with contextlib.suppress(BrokenPipeError):  # a reader that went away must not end a training run
+            self.stderr.write(text + "\n")
+            self.stderr.flush()
 
 
 def _described(document: Mapping[str, Any], rank: int | None) -> str:

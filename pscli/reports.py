@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel_synthesis.recipe import Resolved
-from parallel_synthesis.training.events import TrainResult
+from parallel_synthesis.training.events import Evaluation, TrainResult
 from parallel_synthesis.training.plan import Plan, RankRows
 from pscli.output import duration, plain, size, table
 
@@ -136,7 +136,7 @@ def ending(resolved: Resolved, result: TrainResult) -> str:
 def _evaluations(resolved: Resolved, result: TrainResult) -> str:
     tasks = list(result.evaluations[0].tasks)
     rows = [
-        (item.when, f"{item.loss:.4f}", *(f"{item.tasks[task]:.4f}" for task in tasks))
+        (_when(item, result.evaluations), f"{item.loss:.4f}", *(f"{item.tasks[task]:.4f}" for task in tasks))
         for item in result.evaluations
     ]
     floor = resolved.config.evaluate.blind_floor
@@ -145,6 +145,12 @@ def _evaluations(resolved: Resolved, result: TrainResult) -> str:
     first = result.evaluations[0]
     header = ("held-out loss", "all", *tasks)
     return table(rows, header=header) + f"\n(nats per target token, {first.rows} rows)"
+
+
+def _when(item: Evaluation, all_of_them: Sequence[Evaluation]) -> str:
+    """A run that went on beyond its end was evaluated more than once: the step tells which is which."""
+    again = sum(other.when == item.when for other in all_of_them) > 1
+    return f"{item.when} (step {item.step})" if again else item.when
 
 
 def _next(resolved: Resolved, result: TrainResult) -> list[tuple[str, str]]:

@@ -106,3 +106,12 @@ def test_the_exit_codes_are_those_of_the_table() -> None:
 
     codes = {main.DONE, main.CHECK_FAILED, main.REFUSED, main.UNEXPECTED, main.STOPPED, main.INTERRUPTED}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
+
+
+def test_the_example_row_is_a_row(tmp_path: Path) -> None:
+    from parallel_synthesis.data.rows import parse_row
+    from parallel_synthesis.data.tasks import find_task
+
+    (example,) = re.findall(r"^```json\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    row = parse_row(example.encode(), task=find_task("mine", own={"mine"}), path=tmp_path, line=1, number=0)
+    assert len(row.contexts) == 2

@@ -48,7 +48,9 @@ def take(run: Path, *, step: int | None = None, name: str | None = None) -> Snap
     paths = RunPaths(run)
     committed = {found.step: found.path for found in newest_committed(run)}
     if not committed:
-        raise CheckpointError(f"{run} has no committed checkpoint to keep; expected a run directory")
+        raise CheckpointError(
+            f"{run} has no committed checkpoint to keep; expected a run of ours (--export copies others)"
+        )
     wanted = max(committed) if step is None else step
     if wanted not in committed:
         there = ", ".join(map(str, sorted(committed)))

@@ -84,7 +84,7 @@ class Entry:
     """The cache's files for one data file and one set of row rules. What cannot be written raises OSError."""
 
     def __init__(self, directory: Path, path: Path, task: Task) -> None:
-        rules = "contexts may stand in" if task.contexts_may_stand_in else "standard"
+        rules = "own" if task.own else "contexts may stand in" if task.contexts_may_stand_in else "standard"
         key = hashlib.sha256(f"{path.resolve()}\0{rules}".encode(errors="surrogateescape")).hexdigest()[:32]
         self._directory = directory
         self._key = key

@@ -93,10 +93,8 @@ def parse_fields(raw: bytes, task: Task) -> RowFields:
         raise RowProblemError(_explain(raw, error)) from None
     if not isinstance(document, dict):
         raise RowProblemError(f"row: expected an object, found {_kind(document)}")
-    question = _required_text(document, "question")
-    query = _optional_text(document, "query")
-    gold = _required_text(document, "gold")
-    answer = _optional_text(document, "answer")
+    question, query = _pair(document, "question", "query", task)
+    gold, answer = _pair(document, "gold", "answer", task)
     target_field, target = ("gold", gold) if answer is None else ("answer", answer)
     if _is_blank(target):
         raise RowProblemError(f"{target_field}: expected a target that is not empty, found {_kind(target)}")
@@ -104,11 +102,19 @@ def parse_fields(raw: bytes, task: Task) -> RowFields:
     contexts, extracts = _branches(document, task)
     return RowFields(
         id=_identifier(document.get("id")),
-        query=question if query is None or _is_blank(query) else query,
+        query=question if query is None or (question and _is_blank(query)) else query,
         target=target,
         contexts=contexts,
         extracts=extracts,
     )
+
+
+def _pair(document: dict[str, Any], required: str, preferred: str, task: Task) -> tuple[str, str | None]:
+    """A required field and the one that is used instead when present; in a user's own task that one suffices."""
+    better = _optional_text(document, preferred)
+    if task.own and better is not None and document.get(required) is None:
+        return "", better
+    return _required_text(document, required), better
 
 
 def _branches(document: dict[str, Any], task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -165,7 +171,7 @@ def _optional_text(document: dict[str, Any], name: str) -> str | None:
 
 def _check_references(document: dict[str, Any], task: Task) -> None:
     value = document.get("references")
-    if isinstance(value, list) or (task.contexts_may_stand_in and value is None):
+    if isinstance(value, list) or ((task.contexts_may_stand_in or task.own) and value is None):
         return
     raise RowProblemError(f"references: expected a list, found {_found(document, 'references')}")
 

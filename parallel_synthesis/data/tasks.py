@@ -17,12 +17,14 @@ class Task:
 
     `usual_file` is relative to `data.root`; None for a task of the user's own, which must be named in
     `data.files`. `contexts_may_stand_in`: rows may give `contexts` in place of `agent_reference_contexts`,
-    and no `references`.
+    and no `references`. `own`: a task of the user's; its rows need only a question or query, a gold or answer,
+    and the branches.
     """
 
     name: str
     usual_file: str | None
     contexts_may_stand_in: bool = False
+    own: bool = False
 
 
 _KNOWN = (
@@ -80,7 +82,7 @@ def find_task(name: str, *, own: Container[str] = ()) -> Task:
     if known is not None:
         return known
     if name in own or canonical in own:
-        return Task(name=canonical, usual_file=None)
+        return Task(name=canonical, usual_file=None, own=True)
     near = difflib.get_close_matches(canonical, [*TASKS, *_ALIASES], n=1)
     hint = f" (did you mean {canonical_name(near[0])}?)" if near else ""
     raise DataError(

@@ -19,7 +19,7 @@ _BIT_FIELDS = ("backbone.threads_per_rank", "backbone.attention", "backbone.dete
 # Versions that compute, shuffle or tokenise; the others only read and write.
 _BIT_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "numpy", "parallel-synthesis")
 # threads_per_rank rules the threads, whatever these say; the visible devices are only a numbering.
-_HARMLESS_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+RULED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
@@ -120,7 +120,7 @@ def _environment(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[D
 def _environment_kind(group: str, name: str) -> Kind:
     if group == "packages":
         return BITS if name in _BIT_PACKAGES else HARMLESS
-    return HARMLESS if name in _HARMLESS_VARIABLES else BITS
+    return HARMLESS if name in RULED_VARIABLES else BITS
 
 
 def _drift(name: str, saved: Any, now: Any, kind: Kind) -> Drift:

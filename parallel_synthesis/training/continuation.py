@@ -23,7 +23,7 @@ from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
 from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.recipe import Resolved, load_recipe
 from parallel_synthesis.resources import resource
-from parallel_synthesis.training.log import LogWriter
+from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.plan import refuse_existing, with_canonical_tasks
 
 
@@ -66,13 +66,6 @@ def find_source(given: str, *, step: int | None = None) -> Source | None:
     run = _run_of(found[wanted])
     ours = layout.is_committed(found[wanted]) and run is not None and _is_ours(run)
     return Source(given=given, checkpoint=found[wanted], step=wanted, run=run, ours=ours)
-
-
-def is_reference_run(given: str) -> bool:
-    """`given` is the directory of a run that the reference implementation wrote, or a checkpoint in one."""
-    path = Path(given).expanduser()
-    run = path if (path / layout.RUN_ARGS).is_file() else _run_of(path) if path.is_dir() else None
-    return run is not None and not _is_ours(run)
 
 
 def begin(
@@ -203,9 +196,10 @@ def _copy_log(source: Source, hidden: layout.RunPaths, said: Sequence[str]) -> N
     if old is not None and old.is_file():
         shutil.copyfile(old, hidden.train_log)
     log = LogWriter(hidden.train_log, ranks=2)  # the number of ranks only rules the tags of step lines
-    log.line(f"[resume] taken over at step {source.step} from {source.checkpoint}")
+    attempt = max(1, count_attempts(hidden.train_log)) + 1  # remarks on the attempt that follows
+    log.line(f"[resume] attempt={attempt} taken over at step {source.step} from {source.checkpoint}")
     for text in said:
-        log.line(f"[resume] not carried over: {text}")
+        log.line(f"[resume] attempt={attempt} not carried over: {text}")
     log.close()
 
 

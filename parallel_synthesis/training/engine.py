@@ -160,6 +160,23 @@ def build_engine(
     )
 
 
+def warnings(engine: Engine) -> list[str]:
+    """What a user should know before the first step: rows left out, and a planned end that can not be reached."""
+    found = [
+        f"{len(file.bad):,} rows of {task} are left out (data.on_bad_row = skip); the first is line "
+        f"{file.bad[0].line}: {file.bad[0].problem}"
+        for task, file in engine.files.items()
+        if file.bad
+    ]
+    wanted = engine.config.run.max_steps
+    if wanted is not None and wanted > engine.total_steps:
+        found.append(
+            f"run.max_steps = {wanted:,} is beyond the data: the run ends after {engine.total_steps:,} steps; "
+            f"raise run.epochs to go on"
+        )
+    return found
+
+
 def pinned(config: Config) -> Config:
     """The config with local paths made absolute, so that a resume works from any directory."""
 

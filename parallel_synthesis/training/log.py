@@ -13,11 +13,13 @@ Readers take the last attempt of a step; a `[resume] attempt=k from_step=s` line
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import os
 from pathlib import Path
 
-from parallel_synthesis.errors import StorageError
+from parallel_synthesis.errors import RefusedError, StorageError
 from parallel_synthesis.training.events import StepDigest, StepRecord
 from parallel_synthesis.training.log_reader import CUT, ResumeLine, parse_line, read_steps
 
@@ -25,15 +27,20 @@ __all__ = ["CUT", "LogWriter", "count_attempts", "read_steps"]
 
 
 class LogWriter:
-    """Appends whole lines; each is one write, so that a reader never meets a mixed one."""
+    """Appends whole lines; each is one write, so that a reader never meets a mixed one.
+
+    The open log is the run's lock: who holds it is the run's one writer, and a kill of any kind frees it.
+    RefusedError while another process writes the run.
+    """
 
     def __init__(self, path: Path, *, ranks: int) -> None:
         self._path = path
         self._ranks = ranks
         self._tag = "[train]" if ranks == 1 else "[train-dist]"
         try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock()
             self._end_cut_line()
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StorageError(f"{path}: can not be opened for appending: {error.strerror}") from error
 
@@ -109,6 +116,17 @@ class LogWriter:
     def close(self) -> None:
         os.close(self._file)
 
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(self._file)
+                raise RefusedError(
+                    f"{self._path.parent}: another process is writing this run; wait for it, or stop it by SIGTERM"
+                ) from None
+            # a file system without locks: nothing can be known, and a run must not fail for it
+
     def _end_cut_line(self) -> None:
         """A line that a killed writer left without its end is marked as cut and ended, never removed."""
         if not self._path.exists() or self._path.stat().st_size == 0:
@@ -117,6 +135,21 @@ class LogWriter:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(CUT.encode() + b"\n")
+
+
+def is_being_written(path: Path) -> bool | None:
+    """Whether a living process writes the log's run; None where that can not be known."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno == errno.EWOULDBLOCK else None
+    finally:
+        os.close(file)
+    return False
 
 
 def count_attempts(path: Path) -> int:

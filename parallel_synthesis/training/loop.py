@@ -105,7 +105,9 @@ def steps(run: Run, request: StopRequest, *, last: int) -> Iterator[StepRecord]:
 
 def _after_step(run: Run, record: StepRecord) -> None:
     """Compares with an earlier attempt, counts, logs, shows, and saves what is due."""
-    _check_repeat(run, record)  # first: a step that stops the run for its difference does not supersede the one logged
+    _check_repeat(
+        run, record
+    )  # first: a step that stops the run for its difference does not supersede the one logged
     epoch_done = run.engine.progress.add(record)
     if run.log is not None:
         run.log.step(record)

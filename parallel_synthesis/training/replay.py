@@ -110,7 +110,7 @@ def _start(target: Target, count: int, *, last: int, ranks: int) -> tuple[Path, 
 def _compare(run: Run, original: Path, *, first: int, last: int) -> ReplayResult:
     compared: list[int] = []
     difference: Difference | None = None
-    run.observer.started(dataclasses.replace(run.started(), total_steps=last))
+    run.observer.started(dataclasses.replace(run.started(), total_steps=last, out=original))
     for record in steps(run, StopRequest(), last=last):
         run.engine.progress.add(record)
         if record.step not in run.repeats.expected:

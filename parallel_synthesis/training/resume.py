@@ -15,7 +15,7 @@ from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
 from parallel_synthesis.provenance import drift
 from parallel_synthesis.provenance.schema import load_json
 from parallel_synthesis.recipe import load_record
-from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned
+from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned, warnings
 from parallel_synthesis.training.events import Observer, TrainResult
 from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.loop import run_to_end
@@ -88,13 +88,16 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     saver.resumed_at(choice.step)
     log, attempt = None, 0
     if processes.is_first:
+        log = LogWriter(paths.train_log, ranks=processes.ranks)  # first: it is the run's lock
+        for text in warnings(engine):
+            observer.warning(text)
         attempt = count_attempts(paths.train_log) + 1
         record = _with_attempt(record, saved, attempt, choice, found, options)
         for place in (paths.out, paths.step_checkpoints, paths.milestones):
             clear_stale(place)  # what a killed writer left half done, under hidden names
         _put_aside(paths, choice, attempt, observer)
         record.write(paths)
-        log = _announce(paths, choice, attempt, found, record, engine, observer)
+        _announce(log, paths, choice, attempt, found, record, engine, observer)
         for step in sorted(engine.config.checkpoint.milestones):
             if step <= choice.step and is_committed(paths.step(step)):
                 keep_milestone(paths, config.recipe, step)
@@ -206,6 +209,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _announce(
+    log: LogWriter,
     paths: RunPaths,
     choice: Choice,
     attempt: int,
@@ -213,17 +217,16 @@ def _announce(
     record: RunRecord,
     engine: Engine,
     observer: Observer,
-) -> LogWriter:
+) -> None:
     """The log's `[resume]` line, and the same for who watches."""
     for path, problem in choice.passed_over:
         observer.warning(f"passed over {path.relative_to(paths.out)}: {problem}")
     for item in found:
-        observer.note(f"changed since: {item.name}: {item.saved} -> {item.now} ({item.kind})")
+        if item.name not in drift.RULED_VARIABLES:
+            observer.note(f"changed since: {item.name}: {item.saved} -> {item.now} ({item.kind})")
     observer.note(f"resuming from {choice.path.relative_to(paths.out)} (attempt {attempt})")
-    log = LogWriter(paths.train_log, ranks=engine.processes.ranks)
     accepted = ",".join(record.accepted_drift) or "none"
     log.line(
         f"[resume] attempt={attempt} from_step={choice.step} checkpoint={choice.path.name} "
         f"processes={engine.processes.world.size} accepted_drift={accepted}"
     )
-    return log

@@ -11,7 +11,7 @@ from parallel_synthesis.data.check import difference
 from parallel_synthesis.errors import ConfigError, StorageError
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.device import device_name
-from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned
+from parallel_synthesis.training.engine import Engine, build_engine, open_processes, pinned, warnings
 from parallel_synthesis.training.events import Evaluation, Observer
 from parallel_synthesis.training.log import LogWriter
 from parallel_synthesis.training.plan import refuse_existing
@@ -55,6 +55,8 @@ def start_run(
     engine.progress.step = order_from_step
     record = record_of(resolved, engine, argv=argv)
     log = None
+    for text in warnings(engine):
+        observer.warning(text)
     if processes.is_first:
         check_disk(paths, engine, observer)
         for told in filter(None, map(difference, engine.files.values())):

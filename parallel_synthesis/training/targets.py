@@ -16,9 +16,10 @@ from parallel_synthesis.checkpoint.layout import (
     find_components,
     parse_step,
 )
+from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.errors import CheckpointError, ParallelSynthesisError
 from parallel_synthesis.provenance import manifest
-from parallel_synthesis.provenance.schema import load_json
+from parallel_synthesis.provenance.schema import load_json, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,11 @@ def find_target(given: str, *, step: int | None = None) -> Target:
         raise CheckpointError(
             f"{given}: expected a run directory (with run_args.json), a checkpoint in one, or RUN@NAME; "
             f"to start a new run from components alone use `ps train RECIPE --init {given}`"
+        )
+    if is_reference_record(read_json(RunPaths(path).run_args)):
+        raise CheckpointError(
+            f"{path} is a run of the reference implementation, which is left as it is; go on with it in a new run "
+            f"by `ps resume {path} --out DIR`"
         )
     if step is not None:
         named = _at_step(path, step)

@@ -86,7 +86,6 @@ def resume(
     if out is not None:
         _continue_in(call, run, out, step=step, recipe=recipe, sets=sets or (), nproc=nproc)
         run, step = str(out), None
-    _refuse_reference(run)
     from parallel_synthesis.provenance.schema import load_json
     from parallel_synthesis.recipe import load_record
     from parallel_synthesis.training.targets import complete_at, find_target
@@ -136,17 +135,6 @@ def resume(
             watcher.close()
     call.output.text(reports.ending(resolved, result))
     call.output.document(reports.result_document(resolved, result))
-
-
-def _refuse_reference(run: str) -> None:
-    from parallel_synthesis.training.continuation import is_reference_run
-
-    if is_reference_run(run):
-        raise ConfigError(
-            [
-                f"{run} is a run of the reference implementation, which is left as it is: name a new run by --out DIR"
-            ]
-        )
 
 
 def _continue_in(

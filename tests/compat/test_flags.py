@@ -189,7 +189,7 @@ def flags_of(world: dict[str, Any], **over: Any) -> list[str]:
 
 def test_it_trains_what_ps_train_trains(ps: Ps, world: dict[str, Any], hashes: Any, tmp_path: Path) -> None:
     out, root = tmp_path / "flags", f"data.root={world['root']}"
-    more = ["--num_epochs", "1", "--nproc", "2", "--set", "run.ranks=4", "--set", root]
+    more = ["--num_epochs", "1", "--set", "run.ranks=4", "--set", root]
     result = ps(*flags_of(world, parallel_kv_save_dir=out), *more, script=SCRIPT, env={"NO_COLOR": "1"})
     assert result.returncode == 0, result.stderr
     assert "warning: --dist_backend has no effect" in result.stderr
@@ -206,7 +206,7 @@ def test_it_goes_on_exactly_in_place_in_a_new_run_or_with_the_order_alone(
     root = ["--set", f"data.root={world['root']}"]
     whole, part = tmp_path / "whole", tmp_path / "part"
     flags = flags_of(world, num_epochs=1)
-    result = ps(*flags, "--nproc", "2", "--parallel_kv_save_dir", whole, *root, script=SCRIPT)
+    result = ps(*flags, "--set", "run.ranks=2", "--parallel_kv_save_dir", whole, *root, script=SCRIPT)
     assert result.returncode == 0, result.stderr
     resume = ["--parallel_kv_load_dir", whole, "--resume_from_global_step", "8"]
     into_new = ps(*flags, *resume, "--parallel_kv_save_dir", part, *root, script=SCRIPT)

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ Ps = Any  # tests/conftest.py, Calls
 Write = Callable[..., Path]
 Hashes = Callable[[Path], dict[str, str]]
 STEPS = 15  # of the run that is never stopped
+# 15 steps of one rank end no epoch.
+FOUR_RANKS = pytest.mark.parametrize("whole", [4], indirect=True, ids=["ranks4"])
 
 
 def content(directory: Path) -> dict[str, str]:
@@ -47,8 +51,9 @@ def test_a_run_begun_there_ends_here_as_if_it_had_begun_here(
     assert content(reference) == before
     assert "not carried over: the reference records no hashes of its data" in result.stderr
     log = (out / "train.log").read_text().splitlines()
-    assert any(line.startswith("[resume] taken over at step 6 from ") for line in log)
-    assert any("[resume] not carried over: " in line for line in log)
+    assert any(line.startswith("[resume] attempt=2 taken over at step 6 from ") for line in log)
+    assert any("[resume] attempt=2 not carried over: " in line for line in log)
+    assert "restarts    1 (at step 7)" in ps("inspect", out).stdout
     assert log[0] == (reference / "train.log").read_text().splitlines()[0]
     record = json.loads((out / "run_args.json").read_text())
     assert record["backbone"]["files"]
@@ -74,13 +79,11 @@ def test_from_an_earlier_step_and_with_two_processes(
     assert hashes(out) == hashes(whole)
 
 
+@FOUR_RANKS
 def test_a_state_saved_before_the_epoch_was_counted(
     ps: Ps, whole: Path, world: dict[str, Any], reference_run: Write, hashes: Hashes, tmp_path: Path
 ) -> None:
     root = f"data.root={world['root']}"
-    ranks = json.loads((whole / "checkpoint_meta.json").read_text())["ranks"]
-    if ranks != 4:
-        pytest.skip("15 steps of one rank end no epoch")
     # Step 10 ends the second epoch.
     theirs = reference_run(whole, tmp_path / "theirs", world["flags"], steps=(10,), fold_epoch=True)
     out = tmp_path / "ours"
@@ -96,32 +99,30 @@ def test_the_reference_is_left_as_it_is(ps: Ps, reference: Path, tmp_path: Path)
     before = content(reference)
     result = ps("resume", reference)
     assert result.returncode == 2
-    assert "name a new run by --out DIR" in result.stderr
+    assert "go on with it in a new run by `ps resume" in result.stderr
+    assert ps("verify", reference, "--replay", 2).returncode == 2
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     assert ps("resume", reference, "--out", tmp_path / "taken").returncode == 2
     assert content(reference) == before
 
 
+@FOUR_RANKS
 def test_other_data_are_refused(ps: Ps, reference: Path, world: dict[str, Any], tmp_path: Path) -> None:
     """In the second epoch the generator's state tells the numbers of rows."""
     for name in ("first", "second"):
         shutil.copyfile(world["root"] / f"{name}.jsonl", tmp_path / f"{name}.jsonl")
     lines = (tmp_path / "first.jsonl").read_text().splitlines(keepends=True)
-    for place, count in (("flan/processed/train_in_context_examples.jsonl", -1),):
-        (tmp_path / "data" / place).parent.mkdir(parents=True)
-        (tmp_path / "data" / place).write_text("".join(lines[:count]))
+    flan = tmp_path / "data/flan/processed/train_in_context_examples.jsonl"
+    flan.parent.mkdir(parents=True)
+    flan.write_text("".join(lines[:-1]))  # as many steps, other rows
     wild = tmp_path / "data/wildchat/processed/train_all_lang_multi_turn_min3.jsonl"
     wild.parent.mkdir(parents=True)
     shutil.copyfile(tmp_path / "second.jsonl", wild)
     out = tmp_path / "ours"
-    if "rank_state_by_rank" not in (
-        reference / "step_checkpoints/latest/training_state.pt"
-    ).read_bytes().decode("latin1"):
-        pytest.skip("one rank is still in its first epoch")
     result = ps("resume", reference, "--out", out, "--set", f"data.root={tmp_path}")
     assert result.returncode == 2
-    assert "an epoch has" in result.stderr or "was shuffled from another state" in result.stderr
+    assert "epoch 2 was shuffled from another state" in result.stderr
     assert not out.exists()
     assert not list(tmp_path.glob(".ours*"))
 
@@ -247,3 +248,21 @@ def test_a_run_of_ours_goes_on_in_a_new_directory(
     assert "steps 7-15 reproduced" in result.stderr
     assert hashes(out) == hashes(whole)
     assert content(whole) == before
+
+
+@FOUR_RANKS
+def test_under_a_torchrun_of_the_users_own(
+    reference: Path, whole: Path, world: dict[str, Any], hashes: Hashes, environment: Any, tmp_path: Path
+) -> None:
+    """As the reference's users start it: the first process makes the new run, the other waits for it."""
+    out = tmp_path / "ours"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "pscli.compat_train", "--parallel_kv_load_dir", str(reference)]
+    command += ["--resume_from_global_step", "6", "--parallel_kv_save_dir", str(out)]
+    command += ["--set", f"data.root={world['root']}", "--max-steps", str(STEPS)]
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert hashes(out) == hashes(whole)
+    assert "processes=2" in (out / "train.log").read_text()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_synthesis.data.rows import Row, RowProblemError, parse_fields, parse_row
-from parallel_synthesis.data.tasks import TASKS, Task
+from parallel_synthesis.data.tasks import TASKS, Task, find_task
 from parallel_synthesis.errors import DataError
 
 FLAN = TASKS["flan"]
@@ -199,3 +199,36 @@ def test_any_line_is_a_row_or_a_named_problem(raw: bytes) -> None:
     else:
         assert fields.contexts
         assert len(fields.contexts) == len(fields.extracts)
+
+
+def test_an_own_task_needs_only_what_training_uses(tmp_path: Path) -> None:
+    own = find_task("mine", own={"mine"})
+    row = parse_row(
+        b'{"query": "What is it?", "answer": "This.", "agent_reference_contexts": ["a", "b"]}',
+        task=own,
+        path=tmp_path / "mine.jsonl",
+        line=1,
+        number=0,
+    )
+    assert (row.query, row.target, row.contexts) == ("What is it?", "This.", ("a", "b"))
+    for raw, field in (
+        (b'{"answer": "This.", "agent_reference_contexts": ["a"]}', "question"),
+        (b'{"query": "What?", "agent_reference_contexts": ["a"]}', "gold"),
+        (b'{"question": "What?", "gold": "x"}', "agent_reference_contexts"),
+        (
+            b'{"question": "What?", "gold": "x", "references": 3, "agent_reference_contexts": ["a"]}',
+            "references",
+        ),
+    ):
+        with pytest.raises(DataError, match=rf":1: {field}: expected"):
+            parse_row(raw, task=own, path=tmp_path / "mine.jsonl", line=1, number=0)
+    with pytest.raises(
+        DataError, match="references: expected a list"
+    ):  # the release's tasks keep their rules
+        parse_row(
+            b'{"question": "What?", "gold": "x", "agent_reference_contexts": ["a"]}',
+            task=find_task("flan"),
+            path=tmp_path / "flan.jsonl",
+            line=1,
+            number=0,
+        )

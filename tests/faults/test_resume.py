@@ -605,3 +605,26 @@ def test_replay_names_the_first_difference(ps: Ps, stopped: Path) -> None:
     result = ps("verify", stopped, "--replay", 500)
     assert result.returncode == 2
     assert "possible are" in result.stderr
+
+
+def test_a_run_has_one_writer_at_a_time(ps: Ps, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    recipe = tiny_recipe(run={"epochs": 100_000}, checkpoint={"every": 0})
+    command = [sys.executable, "-m", "pscli", "train", str(recipe), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "train.log").exists() or " step=3 " not in log_of(out):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second = ps("resume", out)
+        assert second.returncode == 2
+        assert "another process is writing this run" in second.stderr
+        assert "running" in ps("inspect", out).stdout.splitlines()[0]
+        assert "[resume]" not in log_of(out)
+        assert not (out / "superseded").exists()
+    finally:
+        running.kill()
+        running.wait()
+    assert "not complete" in ps("inspect", out).stdout.splitlines()[0]  # a kill frees the run

@@ -22,6 +22,7 @@ from parallel_synthesis.provenance.schema import load_json
 from parallel_synthesis.training.inspection.blocks import FIELD
 from parallel_synthesis.training.inspection.report import LogReport, report
 from parallel_synthesis.training.inspection.runlog import RunLog
+from parallel_synthesis.training.log import is_being_written
 
 _LIVE_SECONDS = (
     120.0  # a log that nobody wrote to for so long is not that of a live run, unless its steps are longer
@@ -219,7 +220,9 @@ def inspect_run(run: Path, *, log: RunLog | None = None, plan: Plan | None = Non
     left = None if plan.total_steps is None else plan.total_steps - figures.last_step
     pace = figures.seconds_per_step_now
     idle = time.time() - paths.train_log.stat().st_mtime
-    live = not complete and bool(left) and idle < max(_LIVE_SECONDS, 20 * (pace or 0.0)) and not _ended(log)
+    written = is_being_written(paths.train_log)
+    recent = idle < max(_LIVE_SECONDS, 20 * (pace or 0.0)) and not _ended(log)
+    live = not complete and bool(left) and (recent if written is None else written)
     summary_step, disagreements, not_compared = _compare_summary(log, figures, plan)
     settings = plan.config
     own = isinstance(settings.get("run"), Mapping)
