@@ -172,7 +172,9 @@ def _find(name_or_path: str) -> Path:
     names = ", ".join(sorted(shipped))
     if path.suffix == ".toml" or "/" in name_or_path:
         raise ConfigError([f"{path}: no such recipe file; write one, or use a shipped recipe ({names})"])
-    raise ConfigError([f"no recipe {name_or_path!r}{nearest(name_or_path, list(shipped)) or ';'} shipped: {names}"])
+    raise ConfigError(
+        [f"no recipe {name_or_path!r}{nearest(name_or_path, list(shipped)) or ';'} shipped: {names}"]
+    )
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
