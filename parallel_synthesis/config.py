@@ -202,9 +202,18 @@ AT_LEAST: dict[str, int] = {
     "log.every": 1,
     "evaluate.max_rows": 1,
 }
+_AT_MOST: dict[str, int] = {
+    "run.seed": 2**32 - 1,
+    "run.ranks": 2**16,
+    "backbone.threads_per_rank": 1024,
+    "mapper.hidden_dim": 2**16,
+    "lora.r": 2**16,
+    "lora.alpha": 2**20,
+    "data.batch_size": 2**20,
+}
 _IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
     "lora.dropout": (lambda x: 0 <= x < 1, "0 <= dropout < 1"),
-    "optim.learning_rate": (lambda x: math.isfinite(x) and x > 0, "a finite number > 0"),
+    "optim.learning_rate": (lambda x: 0 < x <= 1e6, "0 < learning_rate <= 1e6"),
     "optim.weight_decay": (lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0"),
     "workers.temperature": (lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0"),
     "workers.top_p": (lambda x: 0 < x <= 1, "0 < top_p <= 1"),
@@ -218,6 +227,9 @@ def problems(config: Config) -> list[str]:
         value = _get(config, name)
         if value is not None and value < least:
             found.append(f"{name} = {value}: expected {least} or more")
+    for name, most in _AT_MOST.items():
+        if _get(config, name) > most:
+            found.append(f"{name} = {_get(config, name)}: expected {most} or less")
     for name, (accepts, expected) in _IN_RANGE.items():
         value = _get(config, name)
         if not accepts(value):

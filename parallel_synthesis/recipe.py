@@ -182,7 +182,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
         return tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 ({error.reason} at byte {error.start})"]) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number too long, nesting too deep
         raise ConfigError([f"{path}: not TOML: {error}"]) from error
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from parallel_synthesis.errors import ConfigError
 from pscli.output import ARGV_FILE, REPORT_DIRECTORY, RESULT_FILE, Output
+from pscli.running import end_with_parent
 
 DEATHS_FILE = "deaths.json"
 DEBUG = "PSCLI_LAUNCH_DEBUG"
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     debug = bool(os.environ.pop(DEBUG, ""))
-    _end_with_parent()
+    end_with_parent()  # a killed `ps` must leave no run that goes on unseen
     if not debug:  # the workers say what happened; torchrun's own account would bury it
         for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher"):
             logger = logging.getLogger(name)
@@ -317,15 +318,6 @@ def _first_failure(codes: Mapping[int, int]) -> int:
         if reports:
             (Path(reports) / DEATHS_FILE).write_text(json.dumps(text), encoding="utf-8")
     return 3
-
-
-def _end_with_parent() -> None:
-    """On Linux: SIGTERM for torchrun when its parent is killed, so that no run goes on unseen."""
-    if sys.platform == "linux":
-        import ctypes
-
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ class Output:
                 json.dump({**document, "rank": self.rank}, file)
         except FileExistsError:
             return False
+        except FileNotFoundError:  # who started this worker is gone, and its directory with it
+            return True
         return True
 
     def _write(self, text: str) -> None:

@@ -157,7 +157,7 @@ def _next(resolved: Resolved, result: TrainResult) -> list[tuple[str, str]]:
     if resolved.name == "demo":
         return [
             ("prove that its steps repeat", f"ps verify {result.out} --replay 20"),
-            ("go back and on again", f"ps resume {result.out} --step 60"),
+            *(("go back and on again", f"ps resume {result.out}@{name}") for name in result.milestones[:1]),
             ("the same bytes on two processes", "ps train demo --nproc 2"),
             ("the recipe, to edit and train", "ps train demo --show > own.toml"),
             ("what the release's recipe takes", "ps train general --dry-run"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from pscli.output import ARGV_FILE
 def role(call: Call, nproc: int | None) -> tuple[bool, bool]:
     """(this process is a worker of a run, it is to launch one). Both at once are refused."""
     worker = os.environ.get("RANK", "") != ""
+    if worker:
+        end_with_parent()  # a killed torchrun must not leave ranks that train on unseen: they save and stop
     launching = bool(call.torchrun) or (nproc or 1) > 1
     if worker and launching:
         raise ConfigError(
@@ -51,6 +54,15 @@ def typed_arguments(call: Call) -> list[str]:
     if call.output.reports is None:
         return list(call.argv)
     return list(json.loads((call.output.reports / ARGV_FILE).read_text(encoding="utf-8")))
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM for this process when its parent is killed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
 @contextmanager

@@ -188,6 +188,10 @@ def link_final(source: Path, out: Path, *, disk: Disk = DISK) -> Transfer:
             disk.unlink(out / MANIFEST)
             disk.fsync_directory(out)
         for directory in sorted({(out / name).parent for name in files} - {out}):
+            if directory.is_symlink():  # what lies behind it is not the run's
+                raise CheckpointError(
+                    f"{directory} is a symbolic link; expected a directory: move the link away"
+                )
             make_directories(directory, disk)
             _clear_stale(directory, disk)
     for name, sha256 in files.items():

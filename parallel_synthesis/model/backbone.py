@@ -94,6 +94,8 @@ def load_backbone(
         tokenizer = load_tokenizer(config.model, config.revision)
         check_tokenizer(tokenizer, source.name)
         model = _load_model(source, model_config, dtype=dtype, attention=config.attention, device=place)
+    if place.type == "cpu":
+        _own_memory(model)
     check_model(model, source.name)
     resized_from = _fit_embedding(model, len(tokenizer))
     if embedding_rows is not None:
@@ -194,6 +196,13 @@ def check_model(model: Any, name: str) -> None:
         )
     if cache_argument(base) is None or model.get_output_embeddings() is None:
         raise BackboneError(f"backbone {name}: expected a causal LM with a key/value cache and an LM head")
+
+
+def _own_memory(model: Any) -> None:
+    """Copies weights that are a view of their file: a file that changes under a run must not change the run."""
+    with torch.no_grad():
+        for part in (*model.parameters(), *model.buffers()):
+            part.data = part.data.clone()
 
 
 def _fit_embedding(model: Any, tokens: int) -> int | None:

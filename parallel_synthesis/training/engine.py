@@ -82,8 +82,9 @@ class Engine:
         Raises CheckpointError where a piece is missing or belongs to another run.
         """
         self.load_components(checkpoint)
-        _load_optimizer(self.optimizer, state["optimizer_state"], self.parameters)
         self.progress.restore(state)
+        updates = self.progress.totals.updates
+        _load_optimizer(self.optimizer, state["optimizer_state"], self.parameters, updates=updates)
         for rank in self.processes.mine:
             saved = state if self.processes.ranks == 1 else state["rank_state_by_rank"][rank]
             self.streams.restore(rank, saved["process_rng_state"])
@@ -250,7 +251,11 @@ def _read_held_out(
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], parameters: Sequence[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    *,
+    updates: int,
 ) -> None:
     """AdamW's state; its hyperparameters stay those of the config. Shapes are checked: another order of the
     parameters would load silently with the wrong moments."""
@@ -258,6 +263,13 @@ def _load_optimizer(
     if count != len(parameters):
         raise CheckpointError(
             f"optimizer_state holds {count} parameters, expected {len(parameters)}: not of this run"
+        )
+    found = saved["state"]
+    whole = all({"step", "exp_avg", "exp_avg_sq"} <= entry.keys() for entry in found.values())
+    if not whole or len(found) != (len(parameters) if updates else 0):
+        raise CheckpointError(
+            f"optimizer_state: expected step, exp_avg and exp_avg_sq of {len(parameters) if updates else 0} parameters "
+            f"after {updates} updates, found {len(found)} entries: not of this run; use another checkpoint"
         )
     for index, (name, parameter) in enumerate(parameters):
         for key, value in saved["state"].get(index, {}).items():

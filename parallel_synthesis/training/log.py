@@ -38,7 +38,9 @@ class LogWriter:
         self._ranks = ranks
         self._tag = "[train]" if ranks == 1 else "[train-dist]"
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = os.open(
+                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
             self._lock()
             self._end_cut_line()
         except OSError as error:

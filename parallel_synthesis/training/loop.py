@@ -74,9 +74,10 @@ def run_to_end(run: Run) -> TrainResult:
             _evaluate(run, [("before", True)])
         for record in steps(run, request, last=run.engine.total_steps):
             _after_step(run, record)
-        run.saver.finish()
-    _evaluate(run, [("after", True), ("after, branches removed", False)])
-    run.saver.write_summary()
+        run.saver.wait()
+        _evaluate(run, [("after", True), ("after, branches removed", False)])
+        run.saver.write_summary()
+        run.saver.finish()  # last: until its manifest is there the run is not complete, and a resume does the rest
     result = run.result()
     run.observer.finished(result)
     return result

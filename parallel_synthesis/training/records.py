@@ -50,6 +50,7 @@ class RunRecord:
             "recipe_sha256": self.recipe_sha256,
             "argv": list(self.argv),
             "config": self.config.to_dict(),
+            "config_sha256": config_sha256(self.config.to_dict()),
             "origins": dict(self.origins),
             "environment": dict(self.environment),
             "data": {task: dict(entry) for task, entry in self.data.items()},
@@ -96,15 +97,20 @@ def _evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def read_evaluations(paths: RunPaths, *, until: int) -> list[Evaluation]:
-    """Held-out losses of a run's summary that were measured at steps up to `until`."""
+    """Held-out losses of a run's summary from before `until`; those of the end of step `until` are measured again."""
     if not paths.summary.exists():
         return []
     known = load_json(paths.summary, "train_mixed_summary").get("evaluations", [])
     return [
         Evaluation(**record | {"loss": math.nan if record["loss"] is None else record["loss"]})
         for record in known
-        if record["step"] <= until
+        if record["step"] < until or record["when"] == "before"
     ]
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """Digest of a config as run_args.json holds it, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def run_record(

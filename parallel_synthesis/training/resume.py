@@ -20,7 +20,7 @@ from parallel_synthesis.training.events import Observer, TrainResult
 from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.loop import run_to_end
 from parallel_synthesis.training.ranks import Processes
-from parallel_synthesis.training.records import RunRecord, read_evaluations
+from parallel_synthesis.training.records import RunRecord, config_sha256, read_evaluations
 from parallel_synthesis.training.repeats import Repeats, read_logged
 from parallel_synthesis.training.run import Run
 from parallel_synthesis.training.saving import Saver, keep_milestone
@@ -56,6 +56,11 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     """Everything of a resume before its first step."""
     paths = RunPaths(target.run)
     saved = load_json(paths.run_args, "run_args")
+    if saved.get("config_sha256") not in (None, config_sha256(saved["config"])):
+        raise CheckpointError(
+            f"{paths.run_args}: its config was edited (config_sha256 does not fit it): restore it from a copy; "
+            f"changes are made by --set, so that they are recorded"
+        )
     resolved = load_record(
         saved,
         path=paths.run_args,
@@ -88,6 +93,8 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     saver.resumed_at(choice.step)
     log, attempt = None, 0
     if processes.is_first:
+        if choice.step > 0 and not (paths.train_log.is_file() and paths.train_log.stat().st_size):
+            observer.warning(f"{paths.train_log} is missing or empty: steps 1-{choice.step} have no record")
         log = LogWriter(paths.train_log, ranks=processes.ranks)  # first: it is the run's lock
         for text in warnings(engine):
             observer.warning(text)

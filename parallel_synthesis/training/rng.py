@@ -82,6 +82,17 @@ class RankStreams:
             raise CheckpointError(
                 f"rank {rank}: the random state was saved without CUDA; resume on the device kind it ran on"
             )
+        try:
+            self._restore(rank, saved)
+            self._write(
+                self._states[rank]
+            )  # the generators themselves say whether these are states of theirs
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise CheckpointError(
+                f"rank {rank}: the saved random state is not one of a generator: {error}; use another checkpoint"
+            ) from error
+
+    def _restore(self, rank: int, saved: Mapping[str, Any]) -> None:
         version, keys, gauss = saved["python"]
         name, numpy_keys, position, has_gauss, cached = saved["numpy"]
         self._states[rank] = _Streams(

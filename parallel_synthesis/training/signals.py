@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop after the step: SIGTERM, SIGUSR1 (Slurm) and SIGINT."""
+"""Signals that ask a run to stop after the step: SIGTERM, SIGUSR1 (Slurm), SIGINT and SIGHUP (a closed terminal)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SECOND_INTERRUPT_AFTER = 2.0  # seconds; torchrun and a terminal both send the first SIGINT, nearly at once
 
 
@@ -38,7 +38,11 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.handle) for number in _STOP_SIGNALS}
+    before = {
+        number: signal.signal(number, request.handle)
+        for number in _STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN  # under nohup a hangup stays ignored
+    }
     try:
         yield request
     finally:

@@ -122,7 +122,7 @@ def choose(target: Target, *, ranks: int) -> Choice:
     listed = "".join(f"\n  {path.relative_to(target.run)}: {problem}" for path, problem in passed_over)
     raise CheckpointError(
         f"{target.run} has no checkpoint that is whole, so there is nothing to resume from:{listed or ' none was committed'}\n"
-        f"Restore one from a copy, or start anew by `ps train`; nothing was changed"
+        f"Restore one from a copy, or start anew by `ps train RECIPE --out {target.run} --overwrite`; nothing was changed"
     )
 
 

@@ -628,3 +628,49 @@ def test_a_run_has_one_writer_at_a_time(ps: Ps, tiny_recipe: Callable[..., Path]
         running.kill()
         running.wait()
     assert "not complete" in ps("inspect", out).stdout.splitlines()[0]  # a kill frees the run
+
+
+def test_an_edited_config_is_refused_and_set_is_the_way(ps: Ps, stopped: Path) -> None:
+    record = json.loads((stopped / "run_args.json").read_text())
+    record["config"]["optim"]["learning_rate"] = 1e-3
+    (stopped / "run_args.json").write_text(json.dumps(record))
+    before = snapshot_of(stopped)
+    result = ps("resume", stopped)
+    assert result.returncode == 2
+    assert "its config was edited" in result.stderr
+    assert snapshot_of(stopped) == before
+
+
+def test_a_log_that_leads_elsewhere_is_not_written(ps: Ps, stopped: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.log"
+    (stopped / "train.log").rename(elsewhere)
+    (stopped / "train.log").symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    assert ps("resume", stopped).returncode == 3
+    assert elsewhere.read_bytes() == before
+
+
+EVALUATION_KILLED = """
+import os, signal, sys
+from parallel_synthesis.training import loop
+evaluate = loop._evaluate
+def killed(run, kinds):
+    if kinds[0][0] == "after":
+        os.kill(os.getpid(), signal.SIGKILL)
+    evaluate(run, kinds)
+loop._evaluate = killed
+from pscli.main import call
+raise SystemExit(call(sys.argv[1:]))
+"""
+
+
+def test_killed_in_the_last_evaluation_it_is_made_up_for(
+    ps: Ps, tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    recipe = tiny_recipe(evaluate={"files": {"second": "second.jsonl"}})
+    assert ps("train", recipe, "--out", out, script=EVALUATION_KILLED).returncode == -signal.SIGKILL
+    result = ps("resume", out)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((out / "train_mixed_summary.json").read_text())["evaluations"]
+    assert [evaluation["when"] for evaluation in found] == ["before", "after", "after, branches removed"]

@@ -236,3 +236,21 @@ def test_devices() -> None:
             resolve_device(device)
     with pytest.raises(BackboneError, match="CUDA devices; use --device cpu"):
         resolve_device("cuda:99")
+
+
+def test_a_file_that_changes_under_a_run_does_not_change_the_run(tmp_path: Path) -> None:
+    import shutil
+
+    import torch
+
+    from parallel_synthesis.resources import resource
+
+    copy = tmp_path / "backbone"
+    shutil.copytree(resource("artifacts", "demo", "backbone"), copy)
+    backbone = load_backbone(BackboneConfig(model=str(copy)), device="cpu")
+    before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
+    with (copy / "model.safetensors").open("r+b") as file:  # in place, as a careless copy over it would
+        file.seek(-4096, 2)
+        file.write(bytes(range(256)) * 16)
+    after = backbone.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -212,3 +212,20 @@ def test_the_shipped_recipes_fit_the_schema():
 def test_the_environment_names_fields_that_exist():
     fields = {f"{section}.{key}" for section, types in sections().items() for key in types}
     assert {".".join(target.split(".")[:2]) for target in ENVIRONMENT.values()} <= fields
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["optim.learning_rate=1e300", "run.seed=99999999999999999999", "backbone.threads_per_rank=100000"],
+)
+def test_values_that_no_run_could_use_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.split("=", maxsplit=1)[0]):
+        load_recipe("demo", sets=[setting])
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000])
+def test_a_recipe_that_the_parser_gives_up_on_is_not_toml(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_recipe(str(path))

@@ -71,3 +71,16 @@ def test_a_missing_stream_is_named() -> None:
     del saved["numpy"]
     with pytest.raises(CheckpointError, match="rank 0: the saved random state lacks numpy"):
         streams.restore(0, saved)
+
+
+@pytest.mark.parametrize("stream", ["python", "torch_cpu"])
+def test_a_state_that_no_generator_takes_is_refused_as_a_checkpoint(stream: str) -> None:
+    streams = RankStreams([0], seed=1, device=CPU)
+    saved = streams.saved(0)
+    if stream == "python":
+        version, keys, gauss = saved["python"]
+        saved["python"] = (version, (2**70, *keys[1:]), gauss)
+    else:
+        saved["torch_cpu"] = saved["torch_cpu"][:-8]
+    with pytest.raises(CheckpointError, match="rank 0: the saved random state is not one of a generator"):
+        streams.restore(0, saved)
