@@ -209,11 +209,13 @@ def _ahead(source: Iterator[Bytes]) -> Generator[Bytes, None, None]:
         finally:
             put(None)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="merge-arithmetic") as pool:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="merge-arithmetic")
+    # An interrupt may come at any point, also right after the thread has begun: `stop` must be set before it is awaited.
+    try:
         future = pool.submit(produce)
-        try:
-            while (item := ready.get()) is not None:
-                yield item
-            future.result()
-        finally:
-            stop.set()
+        while (item := ready.get()) is not None:
+            yield item
+        future.result()
+    finally:
+        stop.set()
+        pool.shutdown()

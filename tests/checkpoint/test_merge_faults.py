@@ -193,3 +193,20 @@ def test_torch_is_not_needed_and_memory_is_little(lora_checkpoint: Make, tmp_pat
     code_, peak = done.stdout.split()[-2:]
     assert code_ == "0", done.stderr
     assert int(peak) * 1024 < 100e6
+
+
+def test_an_interrupt_just_after_the_thread_began_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hung: the thread waited for room that nobody made, and was waited for."""
+    import itertools
+    from concurrent.futures import ThreadPoolExecutor
+
+    from parallel_synthesis.checkpoint import merge_stream
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *args: Any, **more: Any) -> Any:
+            super().submit(*args, **more)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_stream, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(merge_stream._ahead(itertools.repeat(b"x")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -114,7 +115,10 @@ def test_a_live_run_says_what_it_lacks_and_how_long_it_takes(ps: Any, run: Path,
     start = next(number for number, line in enumerate(lines) if line.startswith("[resume]"))
     (copy / "train.log").write_text("".join(lines[: start + 3]))  # resumed at 8, two steps since
     (copy / "train_mixed_summary.json").unlink()
-    found = document(ps, copy)["run"]
+    assert document(ps, copy)["run"]["live"] is False  # nobody holds its log
+    with (copy / "train.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)  # as the process that writes a run does
+        found = document(ps, copy)["run"]
     assert (found["live"], found["complete"], found["log"]["last_step"]) == (True, False, 10)
     assert found["seconds_left"] == pytest.approx(10 * found["log"]["seconds_per_step_now"])
     assert found["missing"][0] == "steps 11 to 20"

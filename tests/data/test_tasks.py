@@ -57,7 +57,7 @@ def test_an_unknown_task_lists_those_that_exist() -> None:
 def test_a_task_of_ones_own_needs_a_file() -> None:
     own = {"My-Task": "rows.jsonl"}
     task = find_task("My-Task", own=own)
-    assert task == Task(name="my_task", usual_file=None)
+    assert task == Task(name="my_task", usual_file=None, own=True)
     assert task_path(task, root="somewhere", files=own) == Path("somewhere/rows.jsonl")
     with pytest.raises(DataError, match=r"data\.files\.my_task = PATH"):
         task_path(task, root=".", files={})

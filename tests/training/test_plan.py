@@ -121,7 +121,7 @@ def test_rows_at_outside_the_run(config, tmp_path, step):
 
 def test_a_cached_index_is_used_and_left_alone(config, tmp_path):
     cache = tmp_path / "cache"
-    open_rows(Task(name="a", usual_file=None), tmp_path / "a.jsonl", cache=cache).close()
+    open_rows(Task(name="a", usual_file=None, own=True), tmp_path / "a.jsonl", cache=cache).close()
     before = sorted((path, path.stat().st_mtime_ns) for path in cache.rglob("*"))
     planned = plan(config(), cache=cache)
     assert [t.rows_from for t in planned.tasks] == ["cached index", "indexed"]
