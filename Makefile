@@ -39,7 +39,7 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@failed=0; for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || failed=1; done; exit $$failed
 
 $(VENV)/.installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
