@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel_synthesis.recipe import BROWSECOMP, nearest
+from parallel_synthesis.recipe import BROWSECOMP
+from parallel_synthesis.values import nearest
 
 RECIPE_NAME = "mixed_train"  # of a run whose settings came as flags; names its milestones
 STEP_CHECKPOINTS, LATEST = "step_checkpoints", "latest"

@@ -7,7 +7,6 @@ each field's value came from, so that nothing changes a run unseen.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import re
 import tomllib
@@ -20,8 +19,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from parallel_synthesis import config as config_module
 from parallel_synthesis.config import Config, problems
-from parallel_synthesis.errors import ConfigError
+from parallel_synthesis.errors import ConfigError, StorageError
 from parallel_synthesis.resources import resource
+from parallel_synthesis.values import from_text, nearest, show, to_field
 
 BROWSECOMP = "browsecomp_textmas_toolcall"
 FLAGS: Mapping[str, str] = {"--device": "backbone.device", "--max-steps": "run.max_steps"}
@@ -34,7 +34,7 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-Complete = Callable[[Config], tuple[Config, list[str]]]
+Complete = Callable[[Config, Sequence[str]], tuple[Config, list[str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,25 +87,27 @@ def load_recipe(
     """Reads a shipped recipe (a name) or a file (a path), applies the overrides and checks the whole.
 
     sets: `section.field=value`, or `section.field.key=value` for a table. flags: those of FLAGS -> value,
-    None is not given. complete: a further check by whoever knows the task table; it may put canonical names
-    into the config. A relative `data.root` is relative to the current directory, `package:` is shipped.
-    ConfigError carries every problem of the file, the overrides and the values together.
+    None is not given. complete: a further check by whoever knows the task table, given the config and the tasks
+    that the recipe itself lists (overrides may take some of them away); it may put canonical names into the
+    config. A relative `data.root` is relative to the current directory, `package:` is shipped.
+    ConfigError carries every problem of the file, the overrides and the values together; StorageError: the file can
+    not be read.
     """
     path = _find(name_or_path)
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path}: the recipe cannot be read: {error.strerror}") from error
     builder = _Builder()
     builder.recipe(_parse(raw, path), path.name)
+    listed = builder.tasks()
     has_browsecomp = any(task.lower().startswith("browsecomp") for task in builder.tasks())
     for variable, target in ENVIRONMENT.items():
         value = (environ or {}).get(variable, "")
         if value and (variable != "DATA_FILE" or has_browsecomp):
             shown = f"{variable}={value} (environment)"
             builder.text(target, value, origin=f"environment {variable}", shown=shown)
-    for item in sets:
-        builder.assignment(item)
-    for flag, given in (flags or {}).items():
-        if given is not None:
-            builder.value(FLAGS[flag], given, origin=f"flag {flag}", shown=f"{flag} {given}")
+    builder.overrides(sets, flags or {})
     if not _NAME.fullmatch(path.stem):
         builder.problems.append(
             f"{path.name}: a recipe's name names milestones; expected letters, digits, '.', '_' and '-' only"
@@ -115,7 +117,7 @@ def load_recipe(
     found = list(builder.problems)
     found += [p for p in problems(config) if re.split(r"[\s:]", p, maxsplit=1)[0] not in builder.broken]
     if complete is not None:
-        config, more = complete(config)
+        config, more = complete(config, listed)
         found += [p for p in more if p not in found]
     if found:
         raise ConfigError(found)
@@ -138,11 +140,7 @@ def load_record(
     """The config a run wrote down (run_args.json), with overrides; the recipe file is not read again."""
     builder = _Builder()
     builder.recipe(record["config"], path.name)
-    for item in sets:
-        builder.assignment(item)
-    for flag, given in (flags or {}).items():
-        if given is not None:
-            builder.value(FLAGS[flag], given, origin=f"flag {flag}", shown=f"{flag} {given}")
+    builder.overrides(sets, flags or {})
     config = builder.build(record["recipe"])
     found = builder.problems + problems(config)
     if found:
@@ -156,20 +154,21 @@ def load_record(
     )
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing when no known word is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _find(name_or_path: str) -> Path:
     shipped = {info.name: info.path for info in list_recipes()}
     if name_or_path in shipped:
         return shipped[name_or_path]
     path = Path(name_or_path).expanduser()
-    if path.is_file():
-        return path
     names = ", ".join(sorted(shipped))
+    try:
+        if path.is_file():
+            return path
+        if name_or_path and path.is_dir():
+            raise ConfigError([f"{path}: a directory; expected a recipe file, or a shipped recipe ({names})"])
+    except PermissionError as error:  # a directory that must not be entered
+        raise StorageError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+    except OSError as error:  # a name too long
+        raise ConfigError([f"{path}: no recipe file can be found there: {error.strerror}"]) from error
     if path.suffix == ".toml" or "/" in name_or_path:
         raise ConfigError([f"{path}: no such recipe file; write one, or use a shipped recipe ({names})"])
     raise ConfigError(
@@ -223,11 +222,18 @@ class _Builder:
                     f"{file}: [{section}]: no such section{nearest(section, list(self._types))}"
                 )
             elif not isinstance(fields, Mapping):
-                self.problems.append(f"{file}: {section} = {_show(fields)}: expected a table, [{section}]")
+                self.problems.append(f"{file}: {section} = {show(fields)}: expected a table, [{section}]")
             else:
                 for key, value in fields.items():
                     name = f"{section}.{key}"
-                    self.value(name, value, origin="recipe", shown=f"{file}: {name} = {_show(value)}")
+                    self.value(name, value, origin="recipe", shown=f"{file}: {name} = {show(value)}")
+
+    def overrides(self, sets: Sequence[str], flags: Mapping[str, object]) -> None:
+        for item in sets:
+            self.assignment(item)
+        for flag, given in flags.items():
+            if given is not None:
+                self.value(FLAGS[flag], given, origin=f"flag {flag}", shown=f"{flag} {given}")
 
     def assignment(self, item: str) -> None:
         """One `--set`: split at the first `=`."""
@@ -241,7 +247,7 @@ class _Builder:
         """A value written as text: TOML where it is TOML, else a bare string where the field takes one."""
         hint, key = self._field(name, shown)
         if hint is not None:
-            self._store(name, key, _from_text(text, str if key else hint), hint, origin, shown)
+            self._store(name, key, from_text(text, str if key else hint), hint, origin, shown)
 
     def value(self, name: str, value: object, *, origin: str, shown: str) -> None:
         hint, key = self._field(name, shown)
@@ -269,7 +275,7 @@ class _Builder:
 
     def _store(self, name: str, key: str | None, value: object, hint: Any, origin: str, shown: str) -> None:
         section, field = name.split(".")[:2]
-        typed, expected = _typed(value, str if key else hint)
+        typed, expected = to_field(value, str if key else hint)
         if expected is not None:
             self.problems.append(f"{shown}: expected {expected}")
             self.broken.add(f"{section}.{field}")
@@ -289,72 +295,6 @@ class _Builder:
     def build(self, name: str) -> Config:
         parts = {section: _section_class(section)(**values) for section, values in self._values.items()}
         return Config(recipe=name, **parts)
-
-
-def _from_text(text: str, hint: Any) -> object:
-    """Text of `--set` or of an environment variable -> what TOML would have given."""
-    optional = get_origin(hint) is UnionType and NoneType in get_args(hint)
-    if optional and text.lower() == "none":
-        return None
-    try:
-        table = tomllib.loads(f"value = {text}")
-        parsed = table["value"] if len(table) == 1 else text  # a line break must not smuggle in a second key
-    except tomllib.TOMLDecodeError:
-        parsed = text
-    inner = next((t for t in get_args(hint) if t is not NoneType), hint) if optional else hint
-    if inner is str or get_origin(inner) is Literal:
-        return parsed if isinstance(parsed, str) else text  # a revision like 123 is text, not a number
-    if get_origin(inner) is tuple and not isinstance(parsed, list):
-        element = get_args(inner)[0]
-        return [_from_text(part.strip(), element) for part in text.split(",")] if text else []
-    return parsed
-
-
-def _typed(value: object, hint: Any) -> tuple[Any, str | None]:
-    """(the value as its field holds it, None), or (None, what was expected)."""
-    origin = get_origin(hint)
-    if origin is UnionType:
-        if value is None:
-            return None, None
-        inner = next(t for t in get_args(hint) if t is not NoneType)
-        typed, expected = _typed(value, inner)
-        return typed, expected if expected is None else f"{expected} (or none)"
-    if origin is Literal:
-        choices = get_args(hint)
-        if value in choices:
-            return value, None
-        return None, f"one of {', '.join(choices)}{nearest(str(value), choices)}"
-    if origin is tuple:
-        element = get_args(hint)[0]
-        if not isinstance(value, list | tuple):
-            return None, f"a list of {_plural(element)}"
-        results = [_typed(item, element) for item in value]
-        bad = any(expected is not None for _, expected in results)
-        return (None, f"a list of {_plural(element)}") if bad else (tuple(v for v, _ in results), None)
-    if origin is Mapping:
-        if isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()):
-            return dict(value), None
-        return None, "a table of strings"
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value), None
-    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value, None
-    return None, {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
-
-
-def _plural(element: Any) -> str:
-    return "whole numbers" if element is int else "strings"
-
-
-def _show(value: object) -> str:
-    """A TOML value on one short line."""
-    if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif isinstance(value, str):
-        text = f'"{value}"'
-    else:
-        text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -22,7 +22,7 @@ PROGRAM = "parallel-synthesis-train"
 
 
 def run() -> None:
-    """Entry of the installed script: never returns."""
+    """Runs the call in sys.argv (pscli/start.py): never returns."""
     raise SystemExit(main(sys.argv[1:]))
 
 
@@ -96,7 +96,7 @@ def _resumed(
         raise ConfigError(["--parallel_kv_save_dir is missing: the new run that goes on from the checkpoint"])
     if source is not None:
         more = [] if source.ours else ["--recipe", base]
-        return ["resume", given, "--step", str(step), *more, "--out", out, *rest]
+        return ["resume", source.given, "--step", str(step), *more, "--out", out, *rest]
     order = ["--order-from-step", str(step), "--recipe", base]
     return ["resume", given, *order, "--out", out, *ranks, *rest]
 
@@ -179,4 +179,6 @@ _DIRECTORIES = {
 }
 
 if __name__ == "__main__":
-    run()
+    from pscli.start import run_compat
+
+    run_compat()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel_synthesis.training.inspection.against import Comparison
-from parallel_synthesis.training.inspection.coverage import Coverage
 from parallel_synthesis.training.inspection.files import CheckpointReport, DataReport
+from parallel_synthesis.training.inspection.forecast import Coverage
 from parallel_synthesis.training.inspection.steps import StepReport
 from pscli.inspect_text import Paint, aligned, bar
 from pscli.output import size, table

@@ -106,7 +106,7 @@ app.command("verify")(_interruptible(verify))
 
 
 def run() -> None:
-    """Entry of the installed scripts `ps` and `pscli`: never returns."""
+    """Runs the call in sys.argv, or hands it over (pscli/start.py): never returns."""
     arguments = sys.argv[1:]
     if Path(sys.argv[0]).name == "ps" and not system_ps.is_ours(arguments, os.environ):
         system_ps.hand_over(arguments, os.environ)
@@ -119,6 +119,10 @@ def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None) -> int
     """Runs one call of ours and returns its exit code. typed: what the user typed, where that was other words."""
     own, extra = split_arguments(arguments)
     output = Output.from_call(own, os.environ)
+    if not output.progress:  # huggingface_hub's bars and remarks; the variables are read when it is imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not output.debug:
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         refuse_unknown_word(own)
         command = typer.main.get_command(app)
@@ -138,11 +142,13 @@ def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None) -> int
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNEXPECTED
     except (Interrupted, typer.Abort, KeyboardInterrupt):
-        output.failure(KeyboardInterrupt(), INTERRUPTED, message="interrupted before a complete save")
+        saves = own[:1] in (["train"], ["resume"])
+        message = "interrupted before a complete save" if saves else "interrupted"
+        output.failure(KeyboardInterrupt(), INTERRUPTED, message=message)
         return INTERRUPTED
     except (ParallelSynthesisError, OSError) as error:
         code = exit_code(error)
-        output.failure(error, code)
+        output.failure(error, code, message=_message(error))
         return code
     except Exception as error:  # noqa: BLE001 - the one place where a defect becomes an exit code
         text = f"unexpected {type(error).__name__}: {error}"
@@ -155,6 +161,14 @@ def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None) -> int
 def exit_code(error: BaseException) -> int:
     """The exit code of an error, by the table."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), UNEXPECTED)
+
+
+def _message(error: BaseException) -> str:
+    """The error's own words; the system's errors as every other tool has them, without number and quotes."""
+    if isinstance(error, OSError) and error.strerror:
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+        return f"{' -> '.join(names)}: {error.strerror}" if names else error.strerror
+    return str(error)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -95,13 +95,22 @@ class Output:
         if self.speaks:
             self._say(f"warning: {text}")
 
-    def failure(self, error: BaseException, exit_code: int, *, message: str | None = None) -> None:
+    def failure(
+        self,
+        error: BaseException,
+        exit_code: int,
+        *,
+        message: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         """The end of a call that failed: its message on stderr and, with --json, its document on stdout.
+
+        more: what the call found nevertheless, for the document.
 
         A worker's document goes to the process that started it; the same message is shown by one rank only.
         """
         text = str(error) if message is None else message
-        document = failure_document(error, exit_code, text)
+        document = {**(more or {}), **failure_document(error, exit_code, text)}
         if self.debug:
             traceback.print_exception(error, file=self.stderr)
         if self.reports is not None:
@@ -169,7 +178,9 @@ def failure_document(error: BaseException, exit_code: int, message: str) -> dict
 
 
 def plain(value: Any) -> Any:
-    """JSON types: dataclasses as objects, paths as text, nan and inf as null."""
+    """JSON types: dataclasses and errors as objects, paths as text, nan and inf as null."""
+    if isinstance(value, Exception):
+        return {"type": type(value).__name__, "message": str(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

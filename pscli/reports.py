@@ -86,6 +86,7 @@ def plan(resolved: Resolved, planned: Plan, *, step: int | None, rows: Sequence[
     )
     lines += [f"warning     {text}" for text in planned.warnings]
     lines += [f"missing     {text}" for text in planned.missing]
+    lines += [f"refused     {error}" for error in planned.refused]
     if step is not None and rows is not None:
         lines += ["", f"step {step:,} takes (row numbers count the task's valid rows from 0)"]
         lines.append(

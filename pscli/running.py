@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from parallel_synthesis.config import Config
 from parallel_synthesis.errors import ConfigError
+from parallel_synthesis.recipe import Resolved
 from pscli.context import Call
 from pscli.output import ARGV_FILE
 
@@ -65,16 +67,69 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
-@contextmanager
-def stop_signals_interrupt() -> Iterator[None]:
-    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
+@dataclass(slots=True)
+class StopSignals:
+    """Whether one came. Loading torch may lose an interrupt (its C code imports numpy and goes on without)."""
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
+    came: bool = False
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self.came = True
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    def check(self) -> None:
+        """After torch is loaded: raises KeyboardInterrupt if one came."""
+        if self.came:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_signals_interrupt() -> Iterator[StopSignals]:
+    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
+    stop = StopSignals()
+    wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {
+        number: signal.signal(number, stop.interrupt)
+        for number in wanted
+        if signal.getsignal(number) is not signal.SIG_IGN  # of a job in the background, say
+    }
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def trained(
+    call: Call,
+    resolved: Resolved,
+    out: Path,
+    *,
+    init: str | None,
+    overwrite: bool = False,
+    order_from_step: int = 0,
+) -> None:
+    """Trains a new run in this process, or its part in it, and shows how it ended."""
+    from pscli import reports
+    from pscli.progress import Watcher
+
+    watcher = Watcher(call.output, log_every=resolved.config.log.every)
+    with stop_signals_interrupt() as stop:
+        # Here, not at the top: this loads torch.
+        from parallel_synthesis.training import loop
+
+        stop.check()
+        try:
+            result = loop.train(
+                resolved,
+                out=out,
+                observer=watcher,
+                init=init,
+                overwrite=overwrite,
+                argv=typed_arguments(call),
+                order_from_step=order_from_step,
+            )
+        finally:
+            watcher.close()
+    call.output.text(reports.ending(resolved, result))
+    call.output.document(reports.result_document(resolved, result))

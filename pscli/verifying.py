@@ -45,6 +45,7 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
             "checkpoints": report.checkpoints,
             "digests": report.digests,
             "not_checked": report.not_checked,
+            "structure_only": report.structure_only,
         }
     )
     going_on = all(problem.kind == "incomplete" for problem in report.problems)
@@ -53,19 +54,39 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
     many = f"{len(report.checkpoints)} checkpoints, " if len(report.checkpoints) > 1 else ""
     files = f"{len(report.digests)} file{'s' * (len(report.digests) != 1)}"
     lines = [f"{given}: {many}{files}: every byte is as its manifest says, and the parts belong together"]
-    if not report.content_checked:
+    if report.structure_only:
+        lines = _structure_only(given, f"{many}{files}", report)
+    elif not report.content_checked:
         lines = [f"{given}: {many}{files}: sizes and headers are as the manifest says; contents NOT checked"]
     elif released:
         lines.append(f"the files that {Path(report.manifest or '').name} lists are those of the release")
     if report.not_checked:
         shown = ", ".join(report.not_checked[:8]) + (" ..." if len(report.not_checked) > 8 else "")
-        lines.append(f"not checked, because no manifest vouches for it: {shown}")
+        why = "" if report.structure_only else ", because no manifest vouches for it"
+        lines.append(f"not checked{why}: {shown}")
     if report.complete is False:
         lines.append("the run is not complete")
     seconds = max(report.seconds, 1e-3)
     rate = f" ({size(report.bytes_hashed / seconds)}/s)" if report.bytes_hashed > 10_000_000 else ""
-    lines.append(f"{size(report.bytes_hashed)} hashed in {report.seconds:.1f} s{rate}")
+    if not report.structure_only:
+        lines.append(f"{size(report.bytes_hashed)} hashed in {report.seconds:.1f} s{rate}")
     output.text("\n".join(lines))
+
+
+def _structure_only(given: str, what: str, report: Report) -> list[str]:
+    """Of checkpoints without recorded hashes: what was looked at, that it proves no content, and how to get there."""
+    from parallel_synthesis.provenance.check import NOTHING, PARTS, WHOLE
+
+    some = len(report.structure_only) < len(report.checkpoints)
+    whose = f" of {', '.join(report.structure_only[:4])}" if some else ""
+    looked = sorted({part for how in report.digests.values() for part in how.split(", ")})
+    looked = [part for part in looked if part not in (WHOLE, PARTS, NOTHING)]
+    return [
+        f"{given}: {what}: the parts fit together; there are no recorded hashes{whose}, so contents are NOT verified",
+        f"looked at: {', '.join(looked)}",
+        "to record hashes: ps verify CHECKPOINT --write-manifest, or a copy by ps snapshot CHECKPOINT --export DEST; "
+        "to judge by known ones: --manifest FILE",
+    ]
 
 
 def described(problems: Sequence[Problem]) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHER_LANE = "PARALLEL_SYNTHESIS_OTHER_PYTHON"
 WORDS = [f"word{number}" for number in range(60)] + ["what", "does", "hold", "and", "the", "answer", "is"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -168,11 +171,11 @@ class Started:
         )
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[subprocess.Popen[str]]:
-    """See tests/forkserver.py."""
+@contextlib.contextmanager
+def forking(python: str) -> Iterator[subprocess.Popen[str]]:
+    """tests/forkserver.py under one of the lanes' interpreters."""
     server = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "forkserver.py")],
+        [python, str(ROOT / "tests" / "forkserver.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -186,10 +189,92 @@ def fork_server() -> Iterator[subprocess.Popen[str]]:
     server.stdout.close()
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[subprocess.Popen[str]]:
+    """See tests/forkserver.py."""
+    with forking(sys.executable) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def other_ps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
+    """As `module_ps`, in the other lane's virtual environment (marker `lanes`; `make test-lanes` says which it is)."""
+    python = os.environ.get(OTHER_LANE)
+    if not python:
+        pytest.skip(f"not run: {OTHER_LANE}, the other lane's python, is not set; `make test-lanes` sets it")
+    with forking(python) as server:
+        yield Calls(server, tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="module")
+def module_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """As `environment`, for what a whole module shares."""
+    return process_environment(tmp_path_factory.mktemp("environment"))
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """For a child process: this checkout, no leftovers of a launcher, a cache of its own."""
     return process_environment(tmp_path)
+
+
+@pytest.fixture
+def torchrun(environment: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """torchrun(2, "train", recipe, ...): a torchrun of the user's own, to its end.
+
+    script: what its workers run in the place of pscli. env adds variables.
+    """
+
+    def run(
+        processes: int,
+        *args: str | Path | int,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        worker = ["-m", "pscli"]
+        if script is not None:
+            (tmp_path / "worker.py").write_text(script, "utf-8")
+            worker = [str(tmp_path / "worker.py")]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        return subprocess.run(
+            [sys.executable, "-m", *launcher, *worker, *map(str, args)],
+            capture_output=True,
+            text=True,
+            env=environment | dict(env or {}),
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def unprivileged() -> str:
+    """A `script` for `ps` in which the kernel heeds permission bits, also where the tests run as root: the owner's."""
+    return (
+        "import ctypes, sys\n"
+        "header = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"  # _LINUX_CAPABILITY_VERSION_3, this thread
+        "assert ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()) == 0\n"  # no capability is left
+        "from pscli.main import call\n"
+        "raise SystemExit(call(sys.argv[1:]))\n"
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """small_disk("96k"): a new file system of that size; skips where mounting is not allowed."""
+    place = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755", "tmpfs", str(place)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a small file system needs root and mount; the file-size limit's tests do not")
+        return place
+
+    yield mount
+    if os.path.ismount(place):
+        subprocess.run(["umount", "-l", place], check=True)
 
 
 class Calls:
@@ -340,3 +425,24 @@ def write_lora_checkpoint(
             json.dumps({"hidden_dim": hidden, "metadata_features": "both"})
         )
     return directory
+
+
+@pytest.fixture
+def hub_server() -> Iterator[Any]:
+    """A Hugging Face Hub on loopback; see tests/hub_server.py."""
+    spec = importlib.util.spec_from_file_location("hub_server", ROOT / "tests" / "hub_server.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hub_server"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    server = module.Hub()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub_environment(hub_server: Any, tmp_path: Path) -> dict[str, str]:
+    """For a child process that is to use `hub_server`, with an empty cache."""
+    inherited = process_environment(tmp_path)
+    kept = {key: inherited[key] for key in inherited if not key.startswith(("HF_", "TRANSFORMERS_"))}
+    return kept | {"HF_ENDPOINT": hub_server.url, "HF_HOME": str(tmp_path / "hf")}

@@ -47,7 +47,7 @@ def test_the_commands_of_the_readme_do_what_it_shows(environment: dict[str, str]
     scripts.mkdir()
     script = scripts / "ps"  # as installed, but from this checkout
     script.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom pscli.main import run\nsys.argv[0] = 'ps'\nrun()\n"
+        f"#!{sys.executable}\nimport sys\nfrom pscli.start import run\nsys.argv[0] = 'ps'\nrun()\n"
     )
     script.chmod(0o755)
     environment["PATH"] = f"{scripts}:{environment['PATH']}"

@@ -12,6 +12,7 @@ from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.disk import is_hidden_name
 from parallel_synthesis.checkpoint.parts import check_parts
 from parallel_synthesis.checkpoint.replace import replace_json
+from parallel_synthesis.checkpoint.structure import HELD, damage
 from parallel_synthesis.checkpoint.verification import is_run
 from parallel_synthesis.errors import CheckpointError, StorageError, VerificationError
 from parallel_synthesis.provenance import manifest as manifests
@@ -45,6 +46,8 @@ def write_manifest(
         )
     names, found = _names(directory)
     found += check_parts(inside, listed=names)
+    if not found:  # what is damaged in a way that the files themselves tell is not listed as right
+        found += [problem for name in HELD if name in names for problem in damage(inside, name)]
     if found:
         raise VerificationError([str(problem) for problem in found])
     if not names:

@@ -9,7 +9,6 @@ change goes through a `Disk`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from parallel_synthesis.checkpoint.disk import (
     write_all,
 )
 from parallel_synthesis.checkpoint.layout import LATEST, is_committed, newest_committed, step_name
+from parallel_synthesis.checkpoint.transfer import transfer
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import manifest as manifests
 from parallel_synthesis.provenance.hashing import Bytes, HashingFile
@@ -37,8 +37,6 @@ from parallel_synthesis.provenance.schema import dump_json, validate
 
 _WRITE_BACK = 32 << 20  # bytes of a file after which they are sent to the disk while the rest is made
 _COST: tuple[Transfer, ...] = ("link", "reflink", "copy")
-_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-_NO_REFLINKS = _NO_LINKS | {errno.EINVAL, errno.ENOTTY, errno.EBADF, errno.ETXTBSY}
 _T = TypeVar("_T")
 
 
@@ -163,7 +161,7 @@ def link_checkpoint(source: Path, destination: Path, *, copy: bool = False, disk
             target = hidden / name
             if not target.parent.is_dir():
                 disk.mkdir(target.parent)
-            way = _transfer(source / name, target, sha256, disk, copy=copy)
+            way = transfer(source / name, target, sha256, disk, copy=copy)
             used = max(used, way, key=_COST.index)
         return used
 
@@ -348,57 +346,12 @@ def _replace(source: Path, target: Path, sha256: str | None, disk: Disk) -> Tran
         return "link"
     hidden = target.parent / hidden_name(target.name)
     try:
-        way = _transfer(source, hidden, sha256, disk, copy=False)
+        way = transfer(source, hidden, sha256, disk, copy=False)
         disk.rename(hidden, target)
     except BaseException:
         _discard(hidden, disk)
         raise
     return way
-
-
-def _transfer(source: Path, target: Path, sha256: str | None, disk: Disk, *, copy: bool) -> Transfer:
-    if not copy:
-        try:
-            disk.link(source, target)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-        else:
-            return "link"
-    source_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        target_fd = disk.create(target)
-        try:
-            way = _copy(source_fd, target_fd, source, sha256, disk, reflink=not copy)
-            disk.fsync(target_fd)
-        finally:
-            os.close(target_fd)
-    finally:
-        os.close(source_fd)
-    return way
-
-
-def _copy(
-    source_fd: int, target_fd: int, source: Path, sha256: str | None, disk: Disk, *, reflink: bool
-) -> Transfer:
-    if reflink:
-        try:
-            disk.reflink(source_fd, target_fd)
-        except OSError as error:
-            if error.errno not in _NO_REFLINKS:
-                raise
-        else:
-            return "reflink"
-    file = HashingFile(lambda data: write_all(disk, target_fd, data))
-    while data := os.read(source_fd, 1 << 20):
-        file.write(data)
-    if sha256 not in (None, file.sha256):
-        raise CheckpointError(
-            f"{source} is damaged: its content differs from the sha256 in its {MANIFEST}; use another "
-            f"checkpoint"
-        )
-    file.flush()
-    return "copy"
 
 
 def _write_file(disk: Disk, path: Path, data: Bytes) -> None:

@@ -93,11 +93,13 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
             space = ""
         return StorageError(
             f"cannot {action} {path}: {reason}{space}; expected room for the whole checkpoint; "
-            f"free some space or raise the limit, then resume: every earlier checkpoint is untouched"
+            f"free some space or raise the limit, then try again (a run goes on by `ps resume`): every earlier "
+            f"checkpoint is untouched"
         )
     return StorageError(
         f"cannot {action} {path}: {reason}; expected a directory that can be written; "
-        f"check its permissions and the disk, then resume: every earlier checkpoint is untouched"
+        f"check its permissions and the disk, then try again (a run goes on by `ps resume`): every earlier "
+        f"checkpoint is untouched"
     )
 
 

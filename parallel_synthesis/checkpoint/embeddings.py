@@ -10,6 +10,7 @@ from typing import Any
 from parallel_synthesis.checkpoint.commit import Staging, commit
 from parallel_synthesis.checkpoint.layout import ADAPTER_MODEL, CHECKPOINT_META, find_components
 from parallel_synthesis.checkpoint.merge_files import TensorFile
+from parallel_synthesis.checkpoint.parts import MERGE_META
 from parallel_synthesis.checkpoint.safetensors_file import TensorChunks, write_safetensors
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import manifest
@@ -17,6 +18,7 @@ from parallel_synthesis.provenance.hashing import sha256_file
 from parallel_synthesis.provenance.schema import load_json
 
 _CHUNK = 1 << 20  # bytes
+_DEEPEST = 100  # generations; a chain of runs is short, and a meta that names itself must not hang
 
 
 def is_incomplete(checkpoint: Path) -> bool:
@@ -38,43 +40,55 @@ def export_whole(checkpoint: Path, destination: Path) -> None:
     source = _source(checkpoint, meta, left_out)
 
     def fill(staging: Staging) -> None:
+        # First, since what describes a merge has its sha256.
+        _write_adapter(staging, checkpoint / ADAPTER_MODEL, files[ADAPTER_MODEL], source, left_out["tensors"])
         for name, entry in files.items():
             if name == CHECKPOINT_META:
                 whole = meta | {"embeddings": {**left_out, "saved": True}}
                 staging.write_json(name, whole, "checkpoint_meta")
-            elif name == ADAPTER_MODEL:
-                _write_adapter(staging, checkpoint / name, entry, source, left_out["tensors"])
-            else:
+            elif name == MERGE_META:
+                merge = load_json(checkpoint / name, "checkpoint_merge_meta")
+                outputs = merge["components"] | {ADAPTER_MODEL: staging.entry(ADAPTER_MODEL)["sha256"]}
+                staging.write_json(name, merge | {"components": outputs}, "checkpoint_merge_meta")
+            elif name != ADAPTER_MODEL:
                 _copy(staging, name, checkpoint / name, entry["sha256"])
 
     commit(destination, step=document["global_step"], fill=fill)
 
 
 def _source(checkpoint: Path, meta: Mapping[str, Any], left_out: Mapping[str, Any]) -> Path:
-    """The adapter that holds the embeddings: that of the nearest ancestor that was not saved without them."""
+    """The adapter that holds the embeddings: that of the nearest ancestor that was not saved without them.
+
+    A merge has several parents, which agreed in them: the first line that leads to one is taken.
+    """
     missing = f"{checkpoint} was saved without its embeddings ({', '.join(left_out['tensors'])})"
-    for _ in range(100):  # a chain of runs is short; a meta that names itself must not hang
-        parents = meta.get("parents") or []
-        if not parents:
-            raise CheckpointError(f"{missing}, and no parent is recorded to take them from")
-        given, sha256 = parents[0]["source"], parents[0]["components"][ADAPTER_MODEL]
+    failed = ""
+    waiting = [(dict(parent), 1) for parent in meta.get("parents") or []]
+    while waiting:
+        parent, depth = waiting.pop(0)
+        if depth > _DEEPEST:
+            raise CheckpointError(f"{missing}, and its parents go round in a circle")
+        given, sha256 = parent["source"], parent["components"][ADAPTER_MODEL]
         try:
             components = find_components(given)
             found = sha256_file(components / ADAPTER_MODEL)
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(
+            failed = failed or (
                 f"{missing}; they are in the adapter of {given} (sha256 {sha256[:16]}...), which can not be read "
                 f"here: {error}; put it back, or start this from the directory the run was started in"
-            ) from error
+            )
+            continue
         if found != sha256:
-            raise CheckpointError(
+            failed = failed or (
                 f"{missing}; they were in the adapter of {given} with sha256 {sha256[:16]}..., but it now has "
                 f"{found[:16]}...; put the one back that the run was started from"
             )
+            continue
         meta = _meta(components)
         if _left_out(meta) is None:
             return components / ADAPTER_MODEL
-    raise CheckpointError(f"{missing}, and its parents go round in a circle")
+        waiting[:0] = [(dict(further), depth + 1) for further in meta.get("parents") or []]
+    raise CheckpointError(failed or f"{missing}, and no parent is recorded to take them from")
 
 
 def _write_adapter(

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel_synthesis.checkpoint.retention import keep
+from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.config import CheckpointConfig
 from parallel_synthesis.errors import CheckpointError, StorageError
-from parallel_synthesis.provenance.manifest import MANIFEST, verify_quick
+from parallel_synthesis.provenance import hub
+from parallel_synthesis.provenance.inside import Inside
+from parallel_synthesis.provenance.lineage import MERGE_META
+from parallel_synthesis.provenance.manifest import MANIFEST, listing, verify_quick
+from parallel_synthesis.provenance.schema import parse_json
 
 CACHE_MAPPER = "cache_mapper.pt"
 CACHE_MAPPER_CONFIG = "cache_mapper_config.json"
@@ -29,6 +35,9 @@ COMPONENT_ENTRIES = (
     CHECKPOINT_META,
     MANIFEST,
 )
+# What a checkpoint's user reads of it; a training state is more than twice the size and asked for by name.
+HUB_REQUIRED = (CACHE_MAPPER, ADAPTER_CONFIG, ADAPTER_MODEL)
+HUB_OPTIONAL = (CACHE_MAPPER_CONFIG, CHECKPOINT_META, MERGE_META, MANIFEST)
 
 RUN_ARGS = "run_args.json"
 TRAIN_LOG = "train.log"
@@ -126,7 +135,8 @@ def parse_milestone(name: str) -> tuple[str, int] | None:
 def is_committed(directory: Path) -> bool:
     """The directory has a manifest: it was committed (which does not yet say that it is still whole)."""
     manifest = directory / MANIFEST
-    return manifest.is_file() and not manifest.is_symlink()
+    # A snapshot of the Hub cache consists of links.
+    return manifest.is_file() and (not manifest.is_symlink() or Inside.of(directory).blobs is not None)
 
 
 def newest_committed(run: Path) -> list[StepCheckpoint]:
@@ -150,15 +160,43 @@ def committed_milestones(run: Path) -> dict[str, Path]:
     return {name: path for name, path in sorted(places.items()) if is_committed(path)}
 
 
+class Located(NamedTuple):
+    """The components that an argument means. name: what a record keeps of it: the argument, or of a Hub id
+    hf://owner/name@commit, which means the same bytes for ever."""
+
+    name: str
+    directory: Path
+
+
+def locate(given: Path | str, *, more: Sequence[str] = ()) -> Located:
+    """`find_components`, with the name to record. more: further files wanted of a Hub repository that has them."""
+    if hub.hub_id(str(given)) is None:
+        return Located(str(given), find_components(given))
+    wanted = hub.Wanted(required=HUB_REQUIRED, optional=(*HUB_OPTIONAL, *more))
+    snapshot = hub.fetched(str(given), wanted)
+    return Located(snapshot.name, snapshot.directory)
+
+
+def locate_whole(given: Path | str) -> Located:
+    """`locate`, and of a Hub repository with a manifest every file that it lists."""
+    found = locate(given, more=(f"{JUDGER_LORA}/README.md",))
+    if hub.hub_id(str(given)) is None or not is_committed(found.directory):
+        return found
+    return locate(found.name, more=(f"{JUDGER_LORA}/README.md", *listing(found.directory).files))
+
+
 def find_components(path: Path | str) -> Path:
     """The directory that holds the components meant by `path`; see "Training directory" in the formats.
 
+    A Hub id is fetched into the local cache, which is what is returned; a local path of its form comes first.
     A checkpoint directory is itself. A run directory: its own components, else latest/, else
     step_checkpoints/latest/. In a run of ours its own components count only under a valid final manifest, and
     where `latest` is missing or dangling the newest committed step checkpoint is taken. RUN@NAME is the
     milestone (or step directory) NAME of RUN; an existing path that happens to contain an @ wins.
     CheckpointError saying what was expected and what there is.
     """
+    if hub.hub_id(str(path)) is not None:
+        return locate(path).directory
     given = Path(path).expanduser()
     if not given.exists():
         run, at, name = str(given).rpartition("@")
@@ -169,7 +207,8 @@ def find_components(path: Path | str) -> Path:
         raise CheckpointError(
             f"{given} is not a directory; expected a checkpoint, a run directory or RUN@NAME"
         )
-    committed = newest_committed(given)
+    # In a run of the reference implementation some may have been given a manifest; that makes none the newest.
+    committed = [] if _is_theirs(given) else newest_committed(given)
     if _has_components(given) and (not committed or not verify_quick(given, extra=False)):
         return given
     for latest in (given / LATEST, given / STEP_CHECKPOINTS / LATEST):
@@ -190,6 +229,14 @@ def _named(run: Path, name: str) -> Path:
     steps = [step_name(found.step) for found in newest_committed(run)]
     there = ", ".join([*committed_milestones(run), *steps]) or "none"
     raise CheckpointError(f"{run} has no milestone or step checkpoint named {name!r}; there are: {there}")
+
+
+def _is_theirs(run: Path) -> bool:
+    record = Inside(run).read(RUN_ARGS, limit=1 << 20)
+    try:
+        return isinstance(record, bytes) and is_reference_record(parse_json(record, RUN_ARGS))
+    except CheckpointError:
+        return False
 
 
 def _has_components(directory: Path) -> bool:

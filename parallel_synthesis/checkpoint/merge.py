@@ -13,6 +13,7 @@ from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.commit import Staging, commit
 from parallel_synthesis.checkpoint.disk import DISK, Disk
 from parallel_synthesis.checkpoint.layout import free_bytes
+from parallel_synthesis.checkpoint.merge_embeddings import embedding_findings, embeddings_record, left_out
 from parallel_synthesis.checkpoint.merge_lowrank import LARGE_GAP, Difference, average_gap, summarise
 from parallel_synthesis.checkpoint.merge_plan import (
     README,
@@ -80,7 +81,7 @@ def merge(
         raise ConfigError(problems)
     with opened(sources) as inputs:
         _check_out(out, inputs)
-        found = findings(inputs, options)
+        found = [*findings(inputs, options), *embedding_findings(inputs, options)]
         refuse(found)
         stacked_rank = sum(one.config["r"] for one in inputs)
         if options.rank is not None and options.rank > stacked_rank:
@@ -251,6 +252,7 @@ class _Job:
             "base_model": self._inputs[self._options.config_from].config.get("base_model_name_or_path"),
             "parents": self.parents,
             "versions": {"parallel-synthesis": __version__},
+            **embeddings_record(self._inputs),
         }
 
 
@@ -305,6 +307,11 @@ def _warnings(inputs: Sequence[MergeInput], options: MergeOptions, gap: Differen
         found.append(
             f"adapter_config.json of {first.label} is taken; that of {' and '.join(other)} has other bytes "
             f"(--config-from takes another)"
+        )
+    if left_out(inputs):
+        found.append(
+            "the inputs were saved without their embeddings, and so is the result: `ps snapshot OUT --export DEST` "
+            "puts them back"
         )
     return found
 

@@ -15,10 +15,10 @@ from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.merge_average import FLOATS
 from parallel_synthesis.checkpoint.merge_files import TensorFile, pt_shapes
 from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
-from parallel_synthesis.provenance import hub, manifest
+from parallel_synthesis.provenance import manifest
 from parallel_synthesis.provenance.check import Expected, Part
 from parallel_synthesis.provenance.schema import read_json
-from parallel_synthesis.recipe import nearest
+from parallel_synthesis.values import nearest
 
 Method = Literal["average", "concat", "svd"]
 Missing = Literal["error", "copy", "zero"]
@@ -63,6 +63,7 @@ _PLAIN: Mapping[str, Any] = {
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")  # the others also change the backbone
 # What differs by design when factors are stacked: each input's own rank and scale are folded in.
 _FOLDED_IN = ("r", "lora_alpha", "use_rslora")
+_RECORD = {"saved", "rows", "tensors"}  # of checkpoint_meta.json's embeddings
 ALLOWABLE = (*_COMPARED, "revision", "mapper", "dtype")
 
 
@@ -97,7 +98,10 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeInput:
-    """An opened input. `tensors` stays open until the merge ends; small files are read once, here."""
+    """An opened input. `tensors` stays open until the merge ends; small files are read once, here.
+
+    given: as it was given; a Hub id at the commit that was read.
+    """
 
     label: str
     given: str
@@ -110,6 +114,7 @@ class MergeInput:
     mapper_config: Mapping[str, Any]
     mapper_shapes: Mapping[str, tuple[int, ...]]
     recorded: Mapping[str, Expected]  # what its own manifest, where it has one, says of its files
+    embeddings: Mapping[str, Any] | None  # its meta's record of its adapter's: {saved, rows, tensors}
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -124,13 +129,9 @@ class MergeInput:
         return float(alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank)
 
 
-def resolve_input(given: str) -> Path:
-    """The components meant by one argument: the only place that knows how a merge's inputs are named.
-
-    A directory, a run, RUN@NAME, or a Hub id, which is fetched when it is not in the local cache.
-    """
-    named = hub.hub_id(given)
-    return layout.find_components(given if named is None else hub.fetched(*named).directory)
+def resolve_input(given: str) -> layout.Located:
+    """The components meant by one argument, a directory, a run, RUN@NAME or a Hub id, and its name for the records."""
+    return layout.locate(given, more=(README,))
 
 
 @contextlib.contextmanager
@@ -138,10 +139,10 @@ def opened(sources: Sequence[tuple[str, float]]) -> Iterator[list[MergeInput]]:
     """Opens (argument, weight) pairs. CheckpointError for one that is no checkpoint, is damaged, or is given twice."""
     if not sources:
         raise ConfigError(["nothing to merge: give two checkpoints, or --input CKPT=WEIGHT for each"])
-    directories = [resolve_input(given) for given, _ in sources]
+    located = [resolve_input(given) for given, _ in sources]
     with contextlib.ExitStack() as stack:
         inputs: list[MergeInput] = []
-        for number, ((given, weight), directory) in enumerate(zip(sources, directories)):
+        for number, ((_, weight), (name, directory)) in enumerate(zip(sources, located)):
             label = chr(ord("A") + number) if number < 26 else str(number + 1)
             tensors = stack.enter_context(TensorFile(directory / layout.ADAPTER_MODEL))
             for other in inputs:
@@ -150,7 +151,7 @@ def opened(sources: Sequence[tuple[str, float]]) -> Iterator[list[MergeInput]]:
                         f"{other.label} and {label} are the same checkpoint ({directory}): its average is itself; "
                         f"name two different ones"
                     )
-            inputs.append(_open(label, given, directory, weight, tensors))
+            inputs.append(_open(label, name, directory, weight, tensors))
         yield inputs
 
 
@@ -169,20 +170,23 @@ def _open(label: str, given: str, directory: Path, weight: float, tensors: Tenso
     mapper_config = DEFAULT_MAPPER
     if layout.CACHE_MAPPER_CONFIG in files:
         mapper_config = _object(files[layout.CACHE_MAPPER_CONFIG], directory / layout.CACHE_MAPPER_CONFIG)
-    meta = directory / layout.CHECKPOINT_META
+    path = directory / layout.CHECKPOINT_META
+    meta = read_json(path) if path.is_file() else {}
+    record = meta.get("embeddings")
     recorded = manifest.listing(directory).files if layout.is_committed(directory) else {}
     return MergeInput(
         label=label,
         given=given,
         directory=directory,
         weight=weight,
-        step=read_json(meta).get("global_step") if meta.is_file() else None,
+        step=meta.get("global_step"),
         config=config,
         tensors=tensors,
         files=files,
         mapper_config=mapper_config,
         mapper_shapes=pt_shapes(directory / layout.CACHE_MAPPER),
         recorded=recorded,
+        embeddings=record if isinstance(record, Mapping) and record.keys() >= _RECORD else None,
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from parallel_synthesis.checkpoint.merge_plan import Method, Missing
 from parallel_synthesis.errors import ConfigError
 from parallel_synthesis.provenance.schema import validate
-from parallel_synthesis.recipe import nearest
 from parallel_synthesis.resources import resource
+from parallel_synthesis.values import nearest
 
 DEFAULT = "release-merge"
 

@@ -1,22 +1,21 @@
 """`ps verify` in the library: a run with all its checkpoints, one checkpoint, or any directory against a manifest.
 
-Reads only; nothing is raised for what is damaged. What no manifest speaks of is named as not checked.
+Reads only; nothing is raised for what is damaged. What no manifest speaks of is named as not checked. Checkpoints of
+the reference implementation, which never had one, are checked for structure, and said to be that alone.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from parallel_synthesis.checkpoint import layout
-from parallel_synthesis.checkpoint.disk import is_hidden_name
 from parallel_synthesis.checkpoint.layout import find_components
 from parallel_synthesis.checkpoint.parts import MERGE_META, check_parts, facts_of
+from parallel_synthesis.checkpoint.run_entries import JSON_LIMIT, RUN_ENTRIES, RUN_FOLDERS, Entries, of_run
+from parallel_synthesis.checkpoint.structure import REQUIRED, check_structure, is_theirs
 from parallel_synthesis.errors import CheckpointError, ManifestError, StorageError
 from parallel_synthesis.provenance import lineage
 from parallel_synthesis.provenance import manifest as manifests
@@ -27,9 +26,6 @@ from parallel_synthesis.provenance.manifest import MANIFEST, Listing, is_manifes
 from parallel_synthesis.provenance.problems import Problem
 from parallel_synthesis.provenance.schema import parse_json, problems
 
-_JSON_LIMIT = 64 << 20
-_RUN_FOLDERS = (layout.STEP_CHECKPOINTS, layout.MILESTONES)
-_RUN_ENTRIES = (layout.RUN_ARGS, layout.TRAIN_LOG, layout.SUMMARY, layout.SUPERSEDED, *_RUN_FOLDERS)
 # What stands beside released components and is no part of them; said to be not checked.
 _COMPANIONS = (MANIFEST, MERGE_META, layout.CHECKPOINT_META, layout.CACHE_MAPPER_CONFIG, "README.md", "LICENSE",
                ".gitattributes", f"{layout.JUDGER_LORA}/README.md")  # fmt: skip
@@ -52,8 +48,9 @@ class Options:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What was found. manifest: the file judged by, with its sha256; of a run that of its root, else of its newest
-    checkpoint. digests: file -> what was compared. not_checked: what is there and no manifest speaks of. complete:
-    None for what is no run."""
+    checkpoint. digests: file -> what was compared or looked at. not_checked: what is there and no manifest speaks of.
+    complete: None for what is no run, or does not say where it was to end. structure_only: those of the checkpoints
+    that have no recorded hashes."""
 
     target: Path
     manifest: str | None
@@ -66,6 +63,7 @@ class Report:
     problems: tuple[Problem, ...]
     not_checked: tuple[str, ...]
     complete: bool | None = None
+    structure_only: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -74,6 +72,15 @@ class Report:
         for problem in self.problems:
             found[problem.kind] = found.get(problem.kind, 0) + 1
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """A checkpoint without a manifest, of the reference implementation. of_step: a step checkpoint of a run."""
+
+    prefix: str
+    inside: Inside
+    of_step: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +96,17 @@ class _Subject:
 def verify_path(given: str, options: Options) -> Report:
     """A run, one of its checkpoints or milestones, RUN@NAME, or any directory with a manifest.json.
 
-    CheckpointError when there is nothing to judge by, ManifestError when its one manifest is malformed.
+    Of a run or a checkpoint of the reference implementation the structure. CheckpointError when there is nothing to judge by, ManifestError when its one manifest is malformed.
     """
     path = Path(given).expanduser()
     if is_run(path):
         return _verify_run(path, options)
     # A directory without components can have a manifest too.
     place = path if path.is_dir() and Inside(path).has(MANIFEST) else find_components(given)
+    if is_theirs(place):
+        return _verify([], place, options, plain=[_Plain(prefix="", inside=Inside.of(place))])
     try:
-        return verify_directory(Inside(place), manifests.listing(place), options)
+        return verify_directory(Inside.of(place), manifests.listing(place), options)
     except StorageError as error:
         raise ManifestError([str(error)]) from error
 
@@ -105,13 +114,14 @@ def verify_path(given: str, options: Options) -> Report:
 def is_run(path: Path) -> bool:
     """A run, complete or not: it has run_args.json and folders of checkpoints."""
     here = Inside(path)
-    return path.is_dir() and here.has(layout.RUN_ARGS) and any(map(here.has, _RUN_FOLDERS))
+    return path.is_dir() and here.has(layout.RUN_ARGS) and any(map(here.has, RUN_FOLDERS))
 
 
 def verify_directory(inside: Inside, listing: Listing, options: Options) -> Report:
     """A directory against one manifest: its own, a release's, or a list of sha256sum."""
     foreign = listing.source != str(inside.directory / MANIFEST)
-    known = _companion if foreign else is_manifest
+    # A Hub repository has a README and the like, whatever its manifest lists.
+    known = _companion if foreign or inside.blobs is not None else is_manifest
     subject = _Subject(prefix="", inside=inside, listing=listing, known=known)
     began = time.monotonic()
     report = _verify([subject], inside.directory, options)
@@ -130,9 +140,14 @@ def _verify_run(run: Path, options: Options) -> Report:
     subjects: list[_Subject] = []
     found: list[Problem] = []
     unlisted: list[str] = []
-    entries = _Entries(Inside(run), options)
+    entries = Entries(Inside(run), allow_extra=options.allow_extra)
+    options = replace(options, allow_extra=options.allow_extra or entries.theirs)
+    plain: list[_Plain] = []
     for prefix in entries.checkpoints():
         place = Inside(run / prefix)
+        if entries.theirs and not place.has(MANIFEST) and not prefix.startswith(layout.MILESTONES):
+            plain.append(_Plain(prefix=f"{prefix}/", inside=place, of_step=True))
+            continue
         try:
             subjects.append(
                 _Subject(prefix=f"{prefix}/", inside=place, listing=manifests.listing(place.directory))
@@ -143,27 +158,28 @@ def _verify_run(run: Path, options: Options) -> Report:
     if entries.inside.has(MANIFEST):
         try:
             root = manifests.listing(run)
-            subjects.append(_Subject(prefix="", inside=entries.inside, listing=root, known=_of_run))
+            subjects.append(_Subject(prefix="", inside=entries.inside, listing=root, known=of_run))
         except (CheckpointError, StorageError) as error:
             found.append(_manifest_problem(MANIFEST, entries.inside, error))
-    if not subjects and not found and not entries.found:
+    elif entries.theirs and any(map(entries.inside.has, REQUIRED)):
+        plain.append(_Plain(prefix="", inside=entries.inside))
+    told = [problem for problem in entries.found if problem.path != layout.RUN_ARGS]
+    if not subjects and not plain and not found and not told:
         raise CheckpointError(
             f"{run}: there is no committed checkpoint to verify; expected one with a {MANIFEST}; {_NO_MANIFEST}"
         )
     if root is None:  # with it, the root's own check tells what is extra
         found += entries.extra(unlisted)
-    args = entries.json(layout.RUN_ARGS, "run_args")
-    if not subjects and args is not None and "schema_version" not in args:
-        raise CheckpointError(
-            f"{run} is a run of the reference implementation and has no manifest; {_NO_MANIFEST}"
-        )
     entries.json(layout.SUMMARY, "train_mixed_summary")
     entries.regular(layout.TRAIN_LOG)
-    report = _verify(subjects, run, options)
+    report = _verify(subjects, run, options, plain=plain)
     found = [*entries.found, *found, *report.problems]
-    end = (args or {}).get("total_steps")
+    end = (entries.args or {}).get("total_steps")
     complete = root is not None and end is not None and root.document["global_step"] == end
-    if options.complete and not complete:
+    if options.complete and entries.theirs:
+        detail = "a run of the reference implementation does not record the step at which it was to end"
+        found.append(Problem(path=".", kind="incomplete", detail=detail))
+    elif options.complete and not complete:
         newest = max((subject.listing.document["global_step"] for subject in subjects), default=None)
         found.append(
             Problem(
@@ -177,12 +193,31 @@ def _verify_run(run: Path, options: Options) -> Report:
         )
     parts = [name for name in (layout.TRAIN_LOG, layout.SUPERSEDED) if entries.inside.has(name)]
     not_checked = dict.fromkeys([*parts, *unlisted, *report.not_checked])
-    for name in (layout.RUN_ARGS, layout.SUMMARY, *_RUN_FOLDERS):  # these were looked at, above
+    looked = [name for name in report.digests if "/" not in name or name.startswith(layout.JUDGER_LORA)]
+    for name in (
+        layout.RUN_ARGS,
+        layout.SUMMARY,
+        *RUN_FOLDERS,
+        *looked,
+        layout.JUDGER_LORA,
+    ):  # looked at, above
         not_checked.pop(name, None)
-    return replace(report, problems=tuple(found), complete=complete, not_checked=tuple(not_checked))
+    return replace(
+        report,
+        problems=tuple(found),
+        complete=None if entries.theirs else complete,
+        not_checked=tuple(not_checked),
+    )
 
 
-def _verify(subjects: list[_Subject], target: Path, options: Options) -> Report:
+def _verify(
+    subjects: list[_Subject], target: Path, options: Options, *, plain: Sequence[_Plain] = ()
+) -> Report:
+    """plain: checkpoints without a manifest. CheckpointError where hashes are asked for that nobody recorded."""
+    if plain and options.full:
+        raise CheckpointError(
+            f"{target}: --full compares hashes, and none are recorded here ({plain[0].prefix or '.'}); {_RECORD}"
+        )
     began = time.monotonic()
     places = [
         Place(
@@ -215,21 +250,31 @@ def _verify(subjects: list[_Subject], target: Path, options: Options) -> Report:
         ]
         digests |= {subject.prefix + name: how for name, how in checked.digests.items()}
         not_checked += [subject.prefix + name for name in checked.unlisted if name != MANIFEST]
+    for each in plain:
+        seen = check_structure(
+            each.inside, of_step=each.of_step, quick=options.quick, progress=options.progress
+        )
+        found += [replace(problem, path=each.prefix + problem.path) for problem in seen.problems]
+        digests |= {each.prefix + name: how for name, how in seen.looked.items()}
+        not_checked += [each.prefix + name for name in seen.not_checked]
+    unproved = tuple(each.prefix.rstrip("/") or "." for each in plain)
     judged = subjects[-1].listing if subjects else None
     return Report(
         target=target,
         manifest=judged.source if judged is not None else None,
         manifest_sha256=judged.sha256 if judged is not None else None,
-        content_checked=not options.quick and bool(subjects),
-        checkpoints=tuple(subject.prefix.rstrip("/") or "." for subject in subjects),
+        content_checked=not options.quick and bool(subjects) and not plain,
+        checkpoints=(*(subject.prefix.rstrip("/") or "." for subject in subjects), *unproved),
         digests=digests,
         bytes_hashed=result.bytes_hashed,
         seconds=time.monotonic() - began,
         problems=tuple(found),
         not_checked=tuple(not_checked),
+        structure_only=unproved,
     )
 
 
+_RECORD = "record them first: ps verify CHECKPOINT --write-manifest, or a copy by ps snapshot CHECKPOINT --export DEST"
 _NO_MANIFEST = "check one of its checkpoints by --manifest FILE, or make a manifest of it by --write-manifest"
 _OPENING = ("missing", "unreadable", "not a regular file", "escapes")
 
@@ -237,7 +282,7 @@ _OPENING = ("missing", "unreadable", "not a regular file", "escapes")
 def _verify_merge(inside: Inside, listing: Listing, options: Options) -> tuple[list[Problem], list[str]]:
     """A merge output against its metadata, and its metadata against the sources that are at hand."""
     found: list[Problem] = []
-    raw = inside.read(MERGE_META, limit=_JSON_LIMIT)
+    raw = inside.read(MERGE_META, limit=JSON_LIMIT)
     try:
         document = parse_json(raw, MERGE_META) if isinstance(raw, bytes) else {}
     except CheckpointError:
@@ -269,96 +314,8 @@ def _verify_merge(inside: Inside, listing: Listing, options: Options) -> tuple[l
     return found, unverified
 
 
-class _Entries:
-    """The entries of a run directory: its checkpoints, and what does not belong there."""
-
-    def __init__(self, inside: Inside, options: Options) -> None:
-        self.inside = inside
-        self._options = options
-        self.found: list[Problem] = []
-
-    def checkpoints(self) -> Iterator[str]:
-        """Relative paths of all step checkpoints, oldest first, and milestones; what else is there is noted."""
-        for folder in _RUN_FOLDERS:
-            for name, mode in self._listed(folder):
-                path = f"{folder}/{name}"
-                if folder == layout.STEP_CHECKPOINTS and name == layout.LATEST:
-                    self._latest(path)
-                elif is_hidden_name(name):
-                    continue
-                elif stat.S_ISDIR(mode) and (
-                    folder == layout.MILESTONES or layout.parse_step(name) is not None
-                ):
-                    yield path
-                elif not self._options.allow_extra:
-                    self.found.append(Problem(path=path, kind="extra", detail="is no checkpoint"))
-
-    def extra(self, unlisted: list[str]) -> Iterator[Problem]:
-        """What lies in the root beside a run's entries; without a root manifest components there count for nothing."""
-        for name in self.inside.unlisted((), ()):
-            if isinstance(name, Problem):
-                yield name
-            elif name in layout.COMPONENT_ENTRIES or name == MERGE_META:
-                unlisted.append(name)
-            elif not _of_run(name):
-                if self._options.allow_extra:
-                    unlisted.append(name)
-                else:
-                    yield Problem(path=name, kind="extra", detail="is no part of a run")
-
-    def json(self, name: str, schema: str) -> dict[str, Any] | None:
-        raw = self.inside.read(name, limit=_JSON_LIMIT)
-        if isinstance(raw, Problem):
-            if raw.kind != "missing" or name == layout.RUN_ARGS:
-                self.found.append(raw)
-            return None
-        try:
-            document = parse_json(raw, name)
-        except CheckpointError as error:
-            self.found.append(Problem(path=name, kind="schema", detail=str(error).removeprefix(f"{name}: ")))
-            return None
-        wrong = problems(document, schema)
-        self.found += [Problem(path=name, kind="schema", detail=problem) for problem in wrong]
-        return None if wrong or not isinstance(document, dict) else document
-
-    def regular(self, name: str) -> None:
-        fd = self.inside.open(name)
-        if isinstance(fd, Problem):
-            self.found.append(fd)
-        else:
-            os.close(fd)
-
-    def _listed(self, folder: str) -> list[tuple[str, int]]:
-        place = self.inside.directory / folder
-        try:
-            if not stat.S_ISDIR(os.lstat(place).st_mode):
-                detail = "is not a directory of its own; expected one"
-                self.found.append(Problem(path=folder, kind="not a regular file", detail=detail))
-                return []
-            with os.scandir(place) as scan:
-                return sorted((entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in scan)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            detail = f"cannot be listed: {error.strerror}"
-            self.found.append(Problem(path=folder, kind="unreadable", detail=detail))
-            return []
-
-    def _latest(self, path: str) -> None:
-        """`latest` is the one link of a run; it is read, not followed."""
-        place = self.inside.directory / path
-        target = os.readlink(place) if place.is_symlink() else ""
-        if layout.parse_step(target) is None or not self.inside.has(f"{layout.STEP_CHECKPOINTS}/{target}"):
-            detail = f"expected a link to a step checkpoint beside it, found {target or 'no link'}"
-            self.found.append(Problem(path=path, kind="structure", detail=detail, actual=target))
-
-
-def _of_run(name: str) -> bool:
-    return name in _RUN_ENTRIES or name == MANIFEST or is_hidden_name(name)
-
-
 def _companion(name: str) -> bool:
-    return name in _COMPANIONS or name in _RUN_ENTRIES or name == layout.TRAINING_STATE or name == ".cache"
+    return name in _COMPANIONS or name in RUN_ENTRIES or name == layout.TRAINING_STATE or name == ".cache"
 
 
 def _manifest_problem(path: str, inside: Inside, error: Exception) -> Problem:

@@ -25,7 +25,7 @@ from parallel_synthesis.data.scan import BadRow, Rows
 from parallel_synthesis.data.tasks import Task
 
 CACHE_VARIABLE = "PARALLEL_SYNTHESIS_CACHE"
-_MAGIC = f"parallel-synthesis index 1 rules {RULES_VERSION} {sys.byteorder}\n".encode()
+_MAGIC = f"parallel-synthesis index 2 rules {RULES_VERSION} {sys.byteorder}\n".encode()
 _STAMP_SECONDS = 0.02  # a file changed within one tick of the file system's clock keeps its time stamps
 
 
@@ -119,10 +119,11 @@ class Entry:
             "sha256": index.sha256,
             "text": None if index.text is None else asdict(index.text),
             "rows": len(rows.offsets),
+            "loose": len(rows.loose),
             "bad": [(bad.line, bad.problem) for bad in rows.bad],
             "lines_read": rows.lines_read,
         }
-        columns = [getattr(rows, name).tobytes() for name in _COLUMNS]
+        columns = [getattr(rows, name).tobytes() for name in (*_COLUMNS, "loose")]
         body = b"".join([json.dumps(head).encode(), b"\n", *columns])
         with self._replacing(self.index_path) as file:
             file.write(_MAGIC + hashlib.sha256(body).digest() + body)
@@ -160,9 +161,9 @@ class Entry:
             return None
         rows = Rows(bad=[BadRow(*bad) for bad in head["bad"]], lines_read=head["lines_read"])
         start = head_end + 1
-        for name in _COLUMNS:
+        for name, count in (*((name, head["rows"]) for name in _COLUMNS), ("loose", head["loose"])):
             column = getattr(rows, name)
-            end = start + head["rows"] * column.itemsize
+            end = start + count * column.itemsize
             column.frombytes(body[start:end])
             start = end
         text = head["text"]

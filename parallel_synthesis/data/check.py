@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from parallel_synthesis.data.cache import Entry, Identity, cache_directory
+from parallel_synthesis.data.index import Loose, loose_among
 from parallel_synthesis.data.manifests import ManifestEntry, entries_of, manifest_entry
 from parallel_synthesis.data.source import GZIP_MAGIC, GzipSource, PlainSource, Source, chunks_ahead
 from parallel_synthesis.data.tasks import find_task, task_path
@@ -40,7 +42,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What came out for one file. rows: lines that are not blank, None when they were not counted."""
+    """What came out for one file. rows: lines that are not blank, None when they were not counted.
+
+    loose: branches whose extract is not the end of its context, None where no index of this content is in the cache.
+    """
 
     task: str
     path: Path
@@ -50,6 +55,7 @@ class Found:
     rows: int | None = None
     unpacked_bytes: int | None = None
     unpacked_sha256: str | None = None
+    loose: Loose | None = None
 
 
 def wanted_files(what: str, *, root: Path | None = None) -> list[Wanted]:
@@ -289,7 +295,17 @@ def _compare(
         rows=rows,
         unpacked_bytes=text.text_bytes if text is not None else None,
         unpacked_sha256=text.text_sha256() if text is not None else None,
+        loose=_loose(task, path, fd, sha256),
     )
+
+
+def _loose(task: str, path: Path, fd: int, sha256: str) -> Loose | None:
+    """What indexing has found, where it is known: to look into every row here would double the time."""
+    entry = Entry(cache_directory(), path, find_task(task, own=(task,)))
+    index = entry.load(Identity.of(fd))
+    if index is None or index.sha256 != sha256:
+        return None
+    return loose_among(index.rows, len(index.rows.offsets))
 
 
 def _rows(source: Source, progress: Progress | None) -> int:

@@ -7,11 +7,13 @@ same.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import stat
 import weakref
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,13 +30,43 @@ if TYPE_CHECKING:
 
 BAD_ROWS_LISTED = 20
 
-__all__ = ["BadRow", "RowFile", "cache_directory", "open_rows"]
+__all__ = ["BadRow", "Loose", "RowFile", "cache_directory", "loose_among", "open_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loose:
+    """Branches whose extract is not the end of its context, in how many rows, and the line of the first (0: none).
+
+    Of such a context as many tokens are kept as its extract has by itself, whatever they say.
+    """
+
+    branches: int
+    rows: int
+    first_line: int
+
+    def note(self, where: str) -> str | None:
+        """What a user should know, None when there are none. where: the task or the file."""
+        if not self.branches:
+            return None
+        return (
+            f"{where}: {self.branches:,} branch{'es' * (self.branches > 1)} in {self.rows:,} row{'s' * (self.rows > 1)} "
+            f"(first in line {self.first_line}) whose extract is not the end of its context: of these as many tokens "
+            f"are kept, at the context's end, as the extract has by itself"
+        )
+
+
+def loose_among(rows: Rows, in_use: int) -> Loose:
+    """Those among the first `in_use` valid rows."""
+    last = rows.lines[in_use - 1] if in_use else 0
+    lines = rows.loose[: bisect.bisect_right(rows.loose, last)]
+    return Loose(branches=len(lines), rows=len(set(lines)), first_line=lines[0] if lines else 0)
 
 
 class RowFile:
     """The valid rows of one file, read from disk when asked for.
 
     rows: valid rows in use (after `max_rows`). bad: rows left out, up to the last row in use.
+    loose: of the rows in use, see Loose.
     bytes, sha256: of the file as it lies on disk.
     unpacked_bytes, unpacked_sha256: of a gzip file's text, else None.
     reused: the index came from the cache.
@@ -55,6 +87,7 @@ class RowFile:
         self.path = path
         self.rows = rows
         self.bad = bad
+        self.loose = loose_among(index.rows, rows)
         self.bytes = index.identity.size
         self.sha256 = index.sha256
         self.unpacked_bytes = None if index.text is None else index.text.bytes

@@ -49,13 +49,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFields:
-    """What training reads from a row, wherever the row stands; see Row."""
+    """What training reads from a row, wherever the row stands; see Row.
+
+    loose: branches whose extract is not the end of its context, so that as many tokens are kept as the extract has
+    by itself (design.md, "Tokenisation"). That is allowed, and told.
+    """
 
     id: str | None
     query: str
     target: str
     contexts: tuple[str, ...]
     extracts: tuple[str, ...]
+    loose: int
 
 
 def parse_row(raw: bytes, *, task: Task, path: Path, line: int, number: int) -> Row:
@@ -99,13 +104,14 @@ def parse_fields(raw: bytes, task: Task) -> RowFields:
     if _is_blank(target):
         raise RowProblemError(f"{target_field}: expected a target that is not empty, found {_kind(target)}")
     _check_references(document, task)
-    contexts, extracts = _branches(document, task)
+    contexts, extracts, loose = _branches(document, task)
     return RowFields(
         id=_identifier(document.get("id")),
         query=question if query is None or (question and _is_blank(query)) else query,
         target=target,
         contexts=contexts,
         extracts=extracts,
+        loose=loose,
     )
 
 
@@ -117,8 +123,8 @@ def _pair(document: dict[str, Any], required: str, preferred: str, task: Task) -
     return _required_text(document, required), better
 
 
-def _branches(document: dict[str, Any], task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Contexts and extracts, both stripped, without the pairs whose context is blank."""
+def _branches(document: dict[str, Any], task: Task) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Contexts and extracts, both stripped, without the pairs whose context is blank; how many pairs are loose."""
     name = "agent_reference_contexts"
     if task.contexts_may_stand_in and document.get(name) is None:
         if document.get("contexts") is None:
@@ -135,14 +141,17 @@ def _branches(document: dict[str, Any], task: Task) -> tuple[tuple[str, ...], tu
             )
     kept_contexts = []
     kept_extracts = []
+    loose = 0
     for index, text in enumerate(contexts):
         stripped = text.strip()
         if stripped:
+            extract = (extracts[index].strip() if extracts is not None else "") or stripped
             kept_contexts.append(stripped)
-            kept_extracts.append((extracts[index].strip() if extracts is not None else "") or stripped)
+            kept_extracts.append(extract)
+            loose += not stripped.endswith(extract)
     if not kept_contexts:
         raise RowProblemError(f"{name}: expected at least one context that is not blank, found none")
-    return tuple(kept_contexts), tuple(kept_extracts)
+    return tuple(kept_contexts), tuple(kept_extracts), loose
 
 
 def _texts(document: dict[str, Any], name: str) -> list[str]:

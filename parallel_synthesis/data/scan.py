@@ -29,13 +29,15 @@ class Rows:
     """Where the valid rows of a text are, in columns of one number a row, and what was wrong with the others.
 
     offsets, lengths: bytes of a row in the text, without its line end; lines: its line, from 1; checks: its
-    CRC-32. lines_read: lines of the text, blank ones included.
+    CRC-32. loose: the line of each branch whose extract is not the end of its context (rows.RowFields), in order.
+    lines_read: lines of the text, blank ones included.
     """
 
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("I"))
     lines: array[int] = field(default_factory=lambda: array("Q"))
     checks: array[int] = field(default_factory=lambda: array("I"))
+    loose: array[int] = field(default_factory=lambda: array("Q"))
     bad: list[BadRow] = field(default_factory=list)
     lines_read: int = 0
 
@@ -82,7 +84,7 @@ def _take(rows: Rows, raw: bytes, offset: int, length: int, task: Task, path: Pa
     if not raw or raw.isspace():
         return
     try:
-        parse_fields(raw, task)
+        loose = parse_fields(raw, task).loose
     except RowProblemError as problem:
         _take_bad(rows, str(problem), path)
         return
@@ -90,6 +92,7 @@ def _take(rows: Rows, raw: bytes, offset: int, length: int, task: Task, path: Pa
     rows.lengths.append(len(raw))
     rows.lines.append(rows.lines_read)
     rows.checks.append(zlib.crc32(raw))
+    rows.loose.extend([rows.lines_read] * loose)
 
 
 def _take_bad(rows: Rows, problem: str, path: Path) -> None:

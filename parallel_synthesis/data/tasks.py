@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def canonical_name(name: str) -> str:
     return _ALIASES.get(plain, plain)
 
 
-def find_task(name: str, *, own: Container[str] = ()) -> Task:
+def find_task(name: str, *, own: Collection[str] = ()) -> Task:
     """The task called `name`.
 
     A name that is not in TASKS but in `own` (it has an entry in `data.files`) is a task of the user's own,
@@ -83,7 +83,7 @@ def find_task(name: str, *, own: Container[str] = ()) -> Task:
         return known
     if name in own or canonical in own:
         return Task(name=canonical, usual_file=None, own=True)
-    near = difflib.get_close_matches(canonical, [*TASKS, *_ALIASES], n=1)
+    near = difflib.get_close_matches(canonical, [*own, *TASKS, *_ALIASES], n=1)
     hint = f" (did you mean {canonical_name(near[0])}?)" if near else ""
     raise DataError(
         f"data.tasks: there is no task {name!r}{hint}; the tasks are {', '.join(TASKS)}. "

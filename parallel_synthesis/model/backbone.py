@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from parallel_synthesis.config import BackboneConfig
 from parallel_synthesis.errors import BackboneError
 from parallel_synthesis.model.lanes import cache_argument, quiet_loading, rope_type, rotary_module
-from parallel_synthesis.model.source import Source, find_source
+from parallel_synthesis.model.source import Source, find_source, hub_problem
 from parallel_synthesis.model.tokens import check_tokenizer, load_tokenizer
 
 # The block-mask check of these is in the test suite and passes with every transformers release in use.
@@ -117,7 +117,7 @@ def _load_config(source: Source) -> Any:
     try:
         return AutoConfig.from_pretrained(source.where, trust_remote_code=False, **source.arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise BackboneError(
+        raise hub_problem(source, error) or BackboneError(
             f"backbone {source.name}: its config cannot be loaded: {_first_line(error)}; "
             "expected a directory with config.json, a Hub id or a .gguf file"
         ) from error
@@ -139,7 +139,7 @@ def _load_model(
             **source.arguments,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise BackboneError(
+        raise hub_problem(source, error) or BackboneError(
             f"backbone {source.name}: its weights cannot be loaded (attention {attention}): "
             f"{_first_line(error)}; "
             "check the files, backbone.attention and the installed packages"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_synthesis.errors import BackboneError
+from parallel_synthesis.errors import BackboneError, ParallelSynthesisError
+from parallel_synthesis.provenance import hub_errors
 from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
 
 
@@ -38,6 +39,23 @@ def find_source(model: str, revision: str | None) -> Source:
     if looks_like_path(model):
         raise BackboneError(f"backbone.model = {model}: no such file or directory ({path})")
     return Source(name=model, where=model, arguments={"revision": revision} if revision else {})
+
+
+def hub_problem(source: Source, error: Exception) -> ParallelSynthesisError | None:
+    """The error to raise for one of transformers' that comes from the Hub; None for any other.
+
+    BackboneError for what is not there or not allowed, StorageError for what may be better next time.
+    """
+    if source.local or not hub_errors.is_of_hub(error):
+        return None
+    request = hub_errors.Request(
+        given=source.name,
+        repository=source.where,
+        revision=source.arguments.get("revision"),
+        what="model",
+        refused=BackboneError,
+    )
+    return hub_errors.explain(error, request)
 
 
 def looks_like_path(model: str) -> bool:

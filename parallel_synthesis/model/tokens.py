@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_synthesis.errors import BackboneError, DataError
-from parallel_synthesis.model.source import find_source
+from parallel_synthesis.model.source import find_source, hub_problem
 
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 PLAIN_SYSTEM = "You are a helpful assistant."
@@ -182,7 +182,7 @@ def load_tokenizer(model: str, revision: str | None) -> Any:
                 tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     except (OSError, ValueError, KeyError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise BackboneError(
+        raise hub_problem(source, error) or BackboneError(
             f"tokenizer of {model}: it cannot be loaded: {lines[0]}; "
             "expected tokenizer.json beside the model's config"
         ) from error

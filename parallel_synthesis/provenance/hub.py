@@ -1,56 +1,294 @@
-"""A checkpoint named by a Hub id: found in the local cache, or fetched into it; its entries are links to blobs."""
+"""A checkpoint or model named by a Hub id: found in the local cache or fetched into it, always at one commit.
+
+huggingface_hub does the work (its cache, its token, its locks, its offline mode). Here is decided which commit is
+meant and which files are fetched, and that what is handed out is whole. A branch or tag is asked of the Hub each time;
+a full commit whose files are in the cache needs no network.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
 import os
 import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_synthesis.errors import StorageError
+from parallel_synthesis.errors import CheckpointError, RefusedError, StorageError
+from parallel_synthesis.provenance import hub_errors
+from parallel_synthesis.provenance.hub_errors import Request
 from parallel_synthesis.provenance.inside import Inside
+from parallel_synthesis.provenance.safetensors_header import read_header
 
-_ID = re.compile(r"(?:hf://)?(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?")
+SCHEME = "hf://"
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_ID = re.compile(
+    rf"(?:{SCHEME})?(?P<id>{_NAME}/{_NAME})(?:@(?P<revision>\w[\w.+-]*(?:/\w[\w.+-]*)*))?", re.ASCII
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = 4 << 20  # bytes; a cached file up to this is hashed whenever it is used, which takes milliseconds
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The files of a repository that are needed, and nothing else is fetched.
+
+    required: without them it is refused. optional: taken where the repository has them. also: further names, by a
+    rule; they can not be known from the cache alone. exact: optional files of which it must be known offline whether
+    the repository has them; any other one that is not cached counts as not there, as after a download of everything.
+    what: for messages.
+    """
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    also: Callable[[str], bool] | None = None
+    exact: Collection[str] = ()
+    what: str = "checkpoint"
+
+    def choose(self, names: Iterable[str]) -> list[str]:
+        """Those of a repository's files that are wanted."""
+        listed = {*self.required, *self.optional}
+        return [name for name in names if name in listed or (self.also is not None and self.also(name))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A repository at one commit, in the local cache: `directory` holds the files that were fetched so far."""
+
+    repository: str
+    commit: str
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """The Hub id that means these bytes for ever, on any machine; what records keep."""
+        return f"{SCHEME}{self.repository}@{self.commit}"
+
+    @property
+    def inside(self) -> Inside:
+        return Inside.of(self.directory)
 
 
 def hub_id(given: str) -> tuple[str, str | None] | None:
-    """(owner/name, revision) of a text in the form of a Hub id, when there is no such local path; else None."""
+    """(owner/name, revision) of a text in the form of a Hub id, when there is no such local path; else None.
+
+    CheckpointError for a text that begins with hf:// and goes on otherwise: it can not mean a local path.
+    """
     match = _ID.fullmatch(given)
     if match is None:
+        if given.startswith(SCHEME):
+            raise CheckpointError(
+                f"{given}: expected {SCHEME}OWNER/NAME or {SCHEME}OWNER/NAME@REVISION, a branch, a tag or a commit; "
+                f"a folder inside a repository can not be named"
+            )
         return None
-    if not given.startswith("hf://") and any(map(os.path.lexists, (given, given.partition("@")[0]))):
+    if not given.startswith(SCHEME) and any(map(os.path.lexists, (given, given.partition("@")[0]))):
         return None  # a local path, or RUN@NAME
     return match["id"], match["revision"]
 
 
-def cached(repository: str, revision: str | None = None) -> Inside | None:
-    """The newest snapshot known locally of a repository (or that of `revision`); None when there is none."""
-    folder = _cache() / f"models--{repository.replace('/', '--')}"
+def cached(repository: str, revision: str | None = None, names: Collection[str] = ()) -> Snapshot | None:
+    """The snapshot known locally of a repository (of main, or of `revision`) that has `names`; else None."""
     wanted = revision or "main"
-    try:
-        commit = (folder / "refs" / wanted).read_text("ascii").strip()
-    except (OSError, UnicodeError):
-        commit = wanted
-    if not re.fullmatch(r"[0-9a-f]{40}", commit) or not (folder / "snapshots" / commit).is_dir():
+    commit = wanted if _COMMIT.fullmatch(wanted) else _reference(repository, wanted)
+    if commit is None:
         return None
-    return Inside(folder / "snapshots" / commit, blobs=folder / "blobs")
+    snapshot = _snapshot(repository, commit)
+    there = snapshot.directory.is_dir() and all((snapshot.directory / name).is_file() for name in names)
+    return snapshot if there else None
 
 
-def fetched(repository: str, revision: str | None = None) -> Inside:
-    """`cached`, after a download when needed. StorageError when it can not be had."""
-    found = cached(repository, revision)
-    if found is not None:
-        return found
-    from huggingface_hub import snapshot_download  # here: it costs start-up time
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def fetched(
+    given: str, wanted: Wanted, *, refused: type[RefusedError] = CheckpointError, check: bool = True
+) -> Snapshot:
+    """The snapshot that a Hub id (`hub_id(given)` is not None) means, with what is wanted of it.
 
-    try:
-        place = Path(snapshot_download(repository, revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    refused: raised for a repository, revision or files that are not there or not allowed; StorageError for all that
+    may be better next time: offline, no connection, a download cut off, a full disk, a damaged cache.
+    check: look at the cached bytes, so that a damaged file is named here; False for callers that read them all.
+    Safe in several processes at once: huggingface_hub's locks let one of them download.
+    """
+    named = hub_id(given)
+    assert named is not None, "the caller has asked hub_id"
+    repository, revision = named
+    request = Request(
+        given=given, repository=repository, revision=revision, what=wanted.what, refused=refused
+    )
+    commit = revision if revision is not None and _COMMIT.fullmatch(revision) else None
+    if commit is not None and wanted.also is None and _is_known(_snapshot(repository, commit), wanted):
+        snapshot = _snapshot(repository, commit)
+    elif hub_errors.offline():
+        snapshot = _offline(request, wanted)
+    else:
+        snapshot = _online(request, wanted)
+    if check:
+        _check(snapshot, wanted)
+    return snapshot
+
+
+def _online(request: Request, wanted: Wanted) -> Snapshot:
+    """Asks which commit is meant, and fetches what is not there yet."""
+    from huggingface_hub import HfApi, constants, snapshot_download  # here: it costs start-up time
+
+    repository, revision = request.repository, request.revision or "main"
+    with hub_errors.explained(request, lambda: _hint(request, wanted)):
+        info = HfApi().model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    if info.sha is None:
+        raise StorageError(f"{request}: the Hub has named no commit of it; try again, or check HF_ENDPOINT")
+    snapshot = _snapshot(repository, info.sha)
+    names = [file.rfilename for file in info.siblings or ()]
+    lacking = sorted(set(wanted.required) - set(names))
+    if lacking:
+        raise request.refused(_lacking(request, snapshot, lacking, names))
+    chosen = wanted.choose(names)
+    moved = revision != info.sha and _reference(repository, revision) != info.sha
+    if moved or not _has(snapshot, chosen):
+        with hub_errors.explained(request, None, fetching=True):
+            place = Path(
+                snapshot_download(
+                    repository,
+                    revision=revision,
+                    # Names, not patterns; an empty list would mean everything.
+                    allow_patterns=[glob.escape(name) for name in chosen] or ["/"],
+                    cache_dir=_cache(),
+                )
+            )
+        if place.name != info.sha:
+            raise StorageError(f"{request}: it has changed while it was fetched; run the same call again")
+        if not _has(snapshot, chosen):
+            missing = [name for name in chosen if not (snapshot.directory / name).is_file()]
+            raise StorageError(hub_errors.half(request, f"{', '.join(missing)} did not arrive"))
+    _mark_absent(snapshot, {name for name in wanted.optional if not _settled(snapshot, name, wanted)})
+    return snapshot
+
+
+def _offline(request: Request, wanted: Wanted) -> Snapshot:
+    """What the cache has; StorageError saying what it lacks."""
+    snapshot = cached(request.repository, request.revision)
+    if snapshot is None:
+        others = ", ".join(_commits(request.repository))
+        raise hub_errors.not_cached(request, f" (which has its commits {others})" if others else "")
+    names = [*wanted.required, *wanted.exact]
+    missing = [name for name in names if not _settled(snapshot, name, wanted)]
+    if missing:
+        dangling = [name for name in missing if (snapshot.directory / name).is_symlink()]
+        why = f" ({dangling[0]} is a link to a blob that is not there)" if dangling else ""
         raise StorageError(
-            f"{repository}: not in the local Hub cache and not to be fetched "
-            f"({str(error).splitlines()[0][:200]}); download it first, or name a directory"
-        ) from error
-    return Inside(place, blobs=place.parent.parent / "blobs")
+            f"{request}: the local Hub cache has it only in part: missing {', '.join(missing[:_SHOWN])}{why}, and "
+            f"HF_HUB_OFFLINE is set; unset it, or complete it where there is a network by `{request.download}`"
+        )
+    return snapshot
+
+
+def _is_known(snapshot: Snapshot, wanted: Wanted) -> bool:
+    """Of every wanted file the cache has it, or knows that the repository has none of the name."""
+    return all(_settled(snapshot, name, wanted) for name in (*wanted.required, *wanted.optional))
+
+
+def _settled(snapshot: Snapshot, name: str, wanted: Wanted) -> bool:
+    if (snapshot.directory / name).is_file():
+        return True
+    folder = snapshot.directory.parent.parent / ".no_exist" / snapshot.commit
+    return name not in wanted.required and (folder / name).is_file()
+
+
+def _has(snapshot: Snapshot, names: Iterable[str]) -> bool:
+    return all((snapshot.directory / name).is_file() for name in names)
+
+
+def _mark_absent(snapshot: Snapshot, names: Iterable[str]) -> None:
+    """Lets huggingface_hub note in its cache that the repository has no such files: a later call need not ask."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for name in sorted(names):
+        # Without the note the next call asks again, no more; so no failure here is one of the call.
+        with contextlib.suppress(EntryNotFoundError, OSError, *hub_errors.transport()):
+            hf_hub_download(snapshot.repository, name, revision=snapshot.commit, cache_dir=_cache())
+
+
+def _check(snapshot: Snapshot, wanted: Wanted) -> None:
+    """The cached files are what their names in the cache say: small ones by hash, big ones by size."""
+    for name in (*wanted.required, *wanted.optional):
+        path = snapshot.directory / name
+        if not path.is_file():
+            continue
+        try:
+            problem = _damage(path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
+        if problem is not None:
+            raise StorageError(
+                f"{path.resolve()}: damaged in the local Hub cache: {problem}. It is {name} of {snapshot.name}; remove "
+                f"this file and run the same call again, which fetches it anew"
+            )
+
+
+def _damage(path: Path) -> str | None:
+    """A blob is named by its sha256, or by git's sha1 of it."""
+    blob, size = path.readlink().name if path.is_symlink() else "", path.stat().st_size
+    if size <= _SMALL and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob):
+        raw = path.read_bytes()
+        sha1 = hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False)
+        found = (hashlib.sha256(raw) if len(blob) == 64 else sha1).hexdigest()
+        return None if found == blob else f"its {size:,} bytes are not those that its name stands for"
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            header = read_header(file.fileno())
+        return header.problems[0] if header.problems else None
+    return None
+
+
+def _lacking(request: Request, snapshot: Snapshot, lacking: Sequence[str], names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    below = sorted({name.removesuffix(lacking[0]) for name in names if name.endswith(f"/{lacking[0]}")})
+    hint = (
+        f"download it by `{request.download} --local-dir DIR` and name DIR/{below[0].strip('/')}"
+        if below
+        else ""
+    )
+    return (
+        f"{request}: the repository is no {request.what}: at commit {snapshot.commit} it lacks {', '.join(lacking)}; "
+        f"it holds {shown or 'nothing'}. Expected the files of a {request.what} at its root; "
+        f"{hint or 'name another repository or revision'}"
+    )
+
+
+def _hint(request: Request, wanted: Wanted) -> str | None:
+    """What the cache could serve while the Hub can not be reached: said, not silently taken."""
+    snapshot = cached(request.repository, request.revision)
+    if snapshot is None or not _has(snapshot, wanted.required):
+        return None
+    return f"{snapshot.name} is in the local cache: name it so, or set HF_HUB_OFFLINE=1"
+
+
+def _snapshot(repository: str, commit: str) -> Snapshot:
+    return Snapshot(
+        repository=repository, commit=commit, directory=_folder(repository) / "snapshots" / commit
+    )
+
+
+def _reference(repository: str, revision: str) -> str | None:
+    """The commit that a branch or tag was, when it was last asked for."""
+    try:
+        commit = (_folder(repository) / "refs" / revision).read_text("ascii").strip()
+    except (OSError, UnicodeError):
+        return None
+    return commit if _COMMIT.fullmatch(commit) else None
+
+
+def _commits(repository: str) -> list[str]:
+    try:
+        return sorted(path.name for path in (_folder(repository) / "snapshots").iterdir())
+    except OSError:
+        return []
+
+
+def _folder(repository: str) -> Path:
+    return _cache() / f"models--{repository.replace('/', '--')}"
 
 
 def _cache() -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from parallel_synthesis.provenance.problems import Problem, ProblemKind
 
 _DRIVE = re.compile(r"[A-Za-z]:")
+_XET = re.compile(r"[0-9a-f]{64}")
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a pipe that takes a file's place between the look and the opening must not hang the caller.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -62,6 +63,13 @@ class Inside:
 
     directory: Path
     blobs: Path | None = None
+
+    @classmethod
+    def of(cls, directory: Path) -> Inside:
+        """A directory, known for a snapshot of a Hub cache by where it lies."""
+        repository = directory.parent.parent
+        snapshot = directory.parent.name == "snapshots" and repository.name.startswith("models--")
+        return cls(directory, blobs=repository / "blobs" if snapshot else None)
 
     def open(self, name: str) -> int | Problem:
         """A descriptor of the regular file `name` (relative, POSIX form), or why there is none."""
@@ -153,9 +161,15 @@ class Inside:
         if self.blobs is None:
             return None
         where = self.directory.joinpath(*parts[:-1], os.readlink(parts[-1], dir_fd=folder))
-        target = Path(os.path.normpath(where))
-        plain = target.parent == Path(os.path.normpath(self.blobs)) and target.name.isalnum()
-        return target if plain else None
+        target, blobs = Path(os.path.normpath(where)), Path(os.path.normpath(self.blobs))
+        if target.parent != blobs or not target.name.isalnum():
+            return None
+        if not target.is_symlink():
+            return target
+        # huggingface_hub keeps a blob that several repositories may share in CACHE/blobs/ab/abcd..., under its Xet hash.
+        shared = Path(os.path.normpath(blobs / os.readlink(target)))
+        store = blobs.parent.parent / "blobs" / shared.name[:2]
+        return shared if shared.parent == store and _XET.fullmatch(shared.name) else None
 
     def _link(self, name: str, link: Path, part: str) -> Problem:
         kind: ProblemKind = "escapes"

@@ -6,7 +6,7 @@ when the parent is at hand and its component files, read in full, have the diges
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,8 @@ META = "checkpoint_meta.json"
 MERGE_META = "checkpoint_merge_meta.json"
 _JSON_LIMIT = 16 << 20
 _DEEPEST = 64  # generations; more is a circle
+_NOT_CACHED = "is not in the local Hub cache"
+_RECORDS = hub.Wanted(required=("cache_mapper.pt",), optional=(META, MERGE_META, manifest.MANIFEST))
 
 Edge = Literal["start", "verified", "unverified", "differs"]
 Find = Callable[
@@ -54,12 +56,19 @@ class Node:
 
 
 def read(path: Path | str, *, find: Find | None = None, jobs: int | None = None) -> Node:
-    """The tree of a checkpoint: a directory, a run, RUN@NAME. CheckpointError when it is none.
+    """The tree of a checkpoint: a directory, a run, RUN@NAME, a Hub id. CheckpointError when it is none.
 
     find: how sources are turned into directories (checkpoint.layout.find_components knows all forms); by default
-    a directory, RUN@NAME and the newest checkpoint of a run. Reads the components of every parent at hand.
+    a directory, RUN@NAME and the newest checkpoint of a run. Reads the components of every parent at hand. Of the
+    checkpoint itself only records are read, and fetched from the Hub; parents are never fetched.
     """
-    found = _Finder(find)(str(path))
+    given = str(path)
+    found: Inside | str
+    if hub.hub_id(given) is not None:
+        snapshot = hub.fetched(given, _RECORDS)
+        given, found = snapshot.name, snapshot.inside
+    else:
+        found = _Finder(find)(given, ())
     if isinstance(found, str):
         raise CheckpointError(found)
     components: dict[str, str] = {}
@@ -70,7 +79,7 @@ def read(path: Path | str, *, find: Find | None = None, jobs: int | None = None)
         }
     except ParallelSynthesisError:
         pass  # a checkpoint of the reference implementation has no manifest
-    start = {"source": str(path), "components": components}
+    start = {"source": given, "components": components}
     return _node(start, found, edge="start", reason="", finder=_Finder(find), jobs=jobs, depth=0)
 
 
@@ -108,13 +117,14 @@ class _Finder:
     def __init__(self, find: Find | None) -> None:
         self._find = find or _find
 
-    def __call__(self, source: str) -> Inside | str:
-        """The directory, or why it is not at hand."""
-        named = hub.hub_id(source)
-        if named is not None:
-            return hub.cached(*named) or f"{source} is not in the local Hub cache"
+    def __call__(self, source: str, names: Collection[str]) -> Inside | str:
+        """The directory, or why it is not at hand. names: files that a snapshot of the Hub cache must have."""
         try:
-            return Inside(self._find(source))
+            named = hub.hub_id(source)
+            if named is not None:
+                snapshot = hub.cached(*named, names=names)
+                return snapshot.inside if snapshot is not None else f"{source} {_NOT_CACHED}"
+            return Inside.of(self._find(source))
         except ParallelSynthesisError as error:
             return str(error)
 
@@ -170,10 +180,12 @@ def _node(
 
 
 def _parent(record: Mapping[str, Any], *, finder: _Finder, jobs: int | None, depth: int) -> Node:
-    inside = finder(record["source"])
+    inside = finder(record["source"], record["components"])
     edge: Edge = "unverified"
     if isinstance(inside, str):
         reason = "the parent is not at hand"
+        if inside.endswith(_NOT_CACHED):
+            reason = f"the parent {_NOT_CACHED}"
     else:
         edge, reason = _check_edge(inside, record["components"], jobs)
     return _node(record, inside, edge=edge, reason=reason, finder=finder, jobs=jobs, depth=depth)

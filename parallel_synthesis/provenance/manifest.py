@@ -73,7 +73,7 @@ def read(directory: Path) -> dict[str, Any]:
 def listing(directory: Path) -> Listing:
     """The manifest of a directory; errors as `read`."""
     path = directory / MANIFEST
-    raw = Inside(directory).read(MANIFEST, limit=LIMIT)
+    raw = Inside.of(directory).read(MANIFEST, limit=LIMIT)
     if isinstance(raw, Problem):
         if raw.kind == "unreadable":
             raise StorageError(f"cannot read {path}: {raw.detail}; check its permissions and the disk")
@@ -187,7 +187,7 @@ def verify(directory: Path, *, quick: bool = False, extra: bool = True) -> list[
         listed = listing(directory)
     except (CheckpointError, StorageError) as error:
         return [Problem(path=MANIFEST, kind="manifest", detail=str(error))]
-    place = Place(inside=Inside(directory), files=listed.files, extra=extra, known=is_manifest)
+    place = Place(inside=Inside.of(directory), files=listed.files, extra=extra, known=is_manifest)
     return check([place], quick=quick).places[0].problems
 
 

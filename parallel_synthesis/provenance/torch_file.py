@@ -41,7 +41,9 @@ _DTYPES: Mapping[str, str] = {
     "BoolStorage": "BOOL",
 }
 # What states of random generators and scalars of the reference implementation hold; seen, never made.
-_NUMPY = "numpy"
+_NUMPY = frozenset(
+    f"numpy.{core}.multiarray {name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")
+) | {"numpy ndarray", "numpy dtype"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,7 @@ class _Machine:
             return dict(arguments[0]) if arguments else {}
         if name == "_codecs encode" and arguments[1:] == ("latin1",) and isinstance(arguments[0], str):
             return arguments[0].encode("latin1")  # bytes, as protocol 2 writes them
-        if not name.startswith(_NUMPY):
+        if name not in _NUMPY:
             self.problems.append(
                 f"needs {name.replace(' ', '.')[:120]}, which is not plain data; do not load it"
             )

@@ -39,13 +39,13 @@ class Source:
 
 
 def find_source(given: str, *, step: int | None = None) -> Source | None:
-    """The checkpoint that `given` (a run, a checkpoint, RUN@NAME) means: that of `step`, else the newest.
+    """The checkpoint that `given` (a run, a checkpoint, RUN@NAME, a Hub id) means: that of `step`, else the newest.
 
     None where there are components without a training state. Raises CheckpointError where there is no such checkpoint.
     """
     path = Path(given).expanduser()
-    if not path.is_dir():
-        path = layout.find_components(given)
+    if not path.is_dir():  # of a Hub repository its run's record too, which tells whose checkpoint it is
+        given, path = layout.locate(given, more=(layout.TRAINING_STATE, layout.RUN_ARGS))
     places = [path, path / layout.LATEST]
     if (path / layout.STEP_CHECKPOINTS).is_dir():
         places += sorted((path / layout.STEP_CHECKPOINTS).iterdir())

@@ -18,7 +18,8 @@ from parallel_synthesis.data.order import Order
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance.schema import read_json
 from parallel_synthesis.recipe import Resolved
-from parallel_synthesis.training.engine import open_files, pinned
+from parallel_synthesis.training.engine import pinned
+from parallel_synthesis.training.extent import open_files, order_of, total_steps
 from parallel_synthesis.training.progress import Progress
 from parallel_synthesis.training.records import RunRecord, parent_record, run_record
 
@@ -51,15 +52,8 @@ def convert(
     config = pinned(resolved.config)
     ranks = config.run.ranks
     files = open_files(config, config.data.files, config.data.tasks)
-    order = Order(
-        {task: file.rows for task, file in files.items()},
-        ranks=ranks,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-        steps_per_epoch=config.run.steps_per_epoch,
-    )
-    total = order.steps_per_epoch * config.run.epochs
-    total = total if config.run.max_steps is None else min(total, config.run.max_steps)
+    order = order_of(config, {task: file.rows for task, file in files.items()})
+    total = total_steps(config, order.steps_per_epoch)
     progress = Progress(tasks=config.data.tasks, ranks=ranks, steps_per_epoch=order.steps_per_epoch)
     record = run_record(
         config,

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from parallel_synthesis.config import Config, WorkersConfig
-from parallel_synthesis.data.index import RowFile, open_rows
-from parallel_synthesis.data.order import Order
+from parallel_synthesis.data.index import RowFile
 from parallel_synthesis.data.rows import Row
-from parallel_synthesis.data.tasks import find_task, task_path
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.model.backbone import Backbone, load_backbone
 from parallel_synthesis.model.components import embedding_rows
@@ -29,6 +27,7 @@ from parallel_synthesis.model.tokens import (
 from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
 from parallel_synthesis.training.device import choose_device, prepare_device
 from parallel_synthesis.training.evaluate import HeldOut
+from parallel_synthesis.training.extent import open_files, order_of, total_steps
 from parallel_synthesis.training.guards import before_generation
 from parallel_synthesis.training.prepare import Preparer
 from parallel_synthesis.training.progress import Progress
@@ -111,17 +110,7 @@ def build_engine(
     components: the checkpoint that will be loaded; the backbone gets as many embedding rows as its adapter has.
     """
     files = processes.first_then_others(lambda: open_files(config, config.data.files, config.data.tasks))
-    order = Order(
-        {task: file.rows for task, file in files.items()},
-        ranks=config.run.ranks,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-        steps_per_epoch=config.run.steps_per_epoch,
-    )
-    total_steps = order.steps_per_epoch * config.run.epochs
-    if config.run.max_steps is not None:
-        total_steps = min(total_steps, config.run.max_steps)
-
+    order = order_of(config, {task: file.rows for task, file in files.items()})
     rows = None if components is None else embedding_rows(components)
     backbone = load_backbone(config.backbone, device=str(device), embedding_rows=rows)
     synthesizer = Synthesizer(backbone, mapper=config.mapper, lora=config.lora, seed=config.run.seed)
@@ -157,18 +146,21 @@ def build_engine(
         progress=Progress(
             tasks=config.data.tasks, ranks=config.run.ranks, steps_per_epoch=order.steps_per_epoch
         ),
-        total_steps=total_steps,
+        total_steps=total_steps(config, order.steps_per_epoch),
     )
 
 
 def warnings(engine: Engine) -> list[str]:
-    """What a user should know before the first step: rows left out, and a planned end that can not be reached."""
+    """What a user should know before the first step: rows left out, extracts that are not the end of their
+    context, a planned end that can not be reached."""
     found = [
         f"{len(file.bad):,} rows of {task} are left out (data.on_bad_row = skip); the first is line "
         f"{file.bad[0].line}: {file.bad[0].problem}"
         for task, file in engine.files.items()
         if file.bad
     ]
+    if engine.config.run.method == "fixed_parallel_kv":  # the other route's branches are generated, not read
+        found += filter(None, (file.loose.note(task) for task, file in engine.files.items()))
     wanted = engine.config.run.max_steps
     if wanted is not None and wanted > engine.total_steps:
         found.append(
@@ -192,22 +184,6 @@ def pinned(config: Config) -> Config:
         backbone=dataclasses.replace(config.backbone, model=model),
         data=dataclasses.replace(config.data, root=absolute(config.data.root)),
     )
-
-
-def open_files(
-    config: Config, files: Mapping[str, str], tasks: Sequence[str], *, max_rows: int | None = None
-) -> dict[str, RowFile]:
-    """The tasks' files, indexed and validated whole. `files`: task -> path, as the recipe writes them."""
-    opened = {}
-    for name in tasks:
-        task = find_task(name, own=files)
-        opened[name] = open_rows(
-            task,
-            task_path(task, root=config.data.root, files=files),
-            on_bad_row=config.data.on_bad_row,
-            max_rows=max_rows if max_rows is not None else config.data.max_rows,
-        )
-    return opened
 
 
 def row_tokenizer(backbone: Backbone, *, think: bool, generated: bool = False) -> Callable[[Row], RowTokens]:

@@ -24,6 +24,7 @@ from parallel_synthesis.provenance.schema import read_json
 from parallel_synthesis.resources import resolve_path
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _PREFIX = "base_model.model."
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
 _HEADS = _EMBEDDINGS[2:]
@@ -46,15 +47,25 @@ class Base:
         return self.shards[self.where[name]].entries[name]
 
 
-def model_directory(model: str) -> Path:
-    path = resolve_path(model)
-    named = None if path.exists() else hub.hub_id(model)
-    directory = path if named is None else hub.fetched(*named).directory
+def find_model(model: str) -> tuple[str, Path]:
+    """A backbone's name for the records (a Hub id at its commit) and the directory of its files."""
+    name, directory = model, resolve_path(model)
+    if not directory.exists() and hub.hub_id(model) is not None:
+        snapshot = hub.fetched(model, _MODEL, refused=BackboneError)
+        name, directory = snapshot.name, snapshot.directory
     if not directory.is_dir() or not (directory / CONFIG).is_file():
         raise BackboneError(
             f"{model}: expected the directory of a model, with {CONFIG} and safetensors files"
         )
-    return directory
+    return name, directory
+
+
+def _is_of_model(name: str) -> bool:
+    """The files of a repository that make up the model: no folders, and no weights of another format."""
+    return not name.startswith(".") and "/" not in name and not name.endswith((*OTHER_WEIGHTS, "README.md"))
+
+
+_MODEL = hub.Wanted(required=(CONFIG,), also=_is_of_model, what="model")
 
 
 def open_base(directory: Path, stack: ExitStack) -> Base:

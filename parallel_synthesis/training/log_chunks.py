@@ -1,28 +1,21 @@
 """train.log at speed: a chunk of lines becomes columns, by one compiled expression; odd lines go to log_reader.py.
 
+The expression is loose and takes its groups for what they seem to be; log_columns.py checks them all at once, and when
+one is not, every line of the chunk is read with care. tests/training/test_log_fast.py holds the two ways together.
+
 Memory is one chunk, whatever the size of the log. A line longer than LONGEST is passed over, named and not kept.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from parallel_synthesis.errors import StorageError
-from parallel_synthesis.training.log_columns import (
-    LINE,
-    Chunk,
-    Slow,
-    Tasks,
-    are_plain,
-    make_chunk,
-    plain_columns,
-)
+from parallel_synthesis.training.log_columns import LINE, OTHER, Chunk, Slow, Tasks, make_chunk, plain_columns
 from parallel_synthesis.training.log_reader import Noise, parse_line
 
 CHUNK = 1 << 18  # bytes; a chunk and what is made of it stay in a core's cache
@@ -104,45 +97,45 @@ class ChunkReader:
         self.noise.setdefault(noise, NoiseCount()).add(line)
 
     def _parse(self, data: bytes, offset: int, first_line: int) -> Chunk:
-        length, count = len(data), data.count(b"\n")
-        if b"\r\n" in data and data.count(b"\r\n") == count:  # a whole log with such ends stays quick
-            self.noise.setdefault("carriage return", NoiseCount()).add_many(first_line, count)
-            data = data.replace(b"\r\n", b"\n")
-        columns = list(zip(*LINE.findall(data), strict=True))
-        odd: Sequence[int] = range(count)
-        rows = None
-        if columns and any(columns[1]):
-            numbers: Sequence[int] = odd
-            left: Sequence[int] = ()
-            if not all(columns[1]):
-                plain = columns[1]
-                numbers = list(itertools.compress(odd, plain))
-                left = list(itertools.compress(odd, map(operator.not_, plain)))
-                columns = [tuple(itertools.compress(column, plain)) for column in columns]
-            if are_plain(columns, self.tasks):
-                rows = plain_columns(numbers, columns, self.tasks)
-            odd = odd if rows is None else left
-        slow = Slow(self.tasks)
-        if odd:
-            self._read_lines(data.split(b"\n"), odd, first_line, slow)
-        return make_chunk(rows, slow, offset=offset, length=length, first_line=first_line, lines=count)
+        import numpy as np
 
-    def _read_lines(self, lines: list[bytes], numbers: Sequence[int], first_line: int, slow: Slow) -> None:
-        memory = [number for number in numbers if lines[number].startswith(b"[cuda-memory] ")]
+        length = len(data)
+        if b"\r" in data and data.count(b"\r\n") == data.count(
+            b"\n"
+        ):  # a whole log with such ends stays quick
+            self.noise.setdefault("carriage return", NoiseCount()).add_many(first_line, data.count(b"\n"))
+            data = data.replace(b"\r\n", b"\n")
+        found = LINE.findall(data)
+        updates = [line for line in found if line[0]]
+        number = np.arange(len(found))
+        odd: list[tuple[int, bytes]] = []
+        if len(updates) < len(found):
+            odd = [(at, line[OTHER]) for at, line in enumerate(found) if not line[0]]
+            number = np.delete(number, [at for at, _ in odd])
+        rows = plain_columns(number, list(zip(*updates, strict=True)), self.tasks) if updates else None
+        if rows is None:
+            odd = list(enumerate(data.split(b"\n")[:-1]))
+        slow = Slow(self.tasks)
+        self._read_lines(odd, first_line, slow)
+        lines = len(odd) if rows is None else len(found)
+        return make_chunk(rows, slow, offset=offset, length=length, first_line=first_line, lines=lines)
+
+    def _read_lines(self, lines: list[tuple[int, bytes]], first_line: int, slow: Slow) -> None:
+        memory = [(number, line) for number, line in lines if line.startswith(b"[cuda-memory] ")]
         if memory:
-            text = b"".join([lines[number] + b"\n" for number in memory])
+            text = b"".join([line + b"\n" for _, line in memory])
             found = _MEMORY.findall(text)
             if len(found) == len(memory) == text.count(b"["):
                 slow.memory_step += [int(one[1]) for one in found]
                 slow.memory_peak += [float(one[2]) for one in found]
                 slow.memory_reserved = max(slow.memory_reserved, *(float(one[3]) for one in found))
-                skip = set(memory)
-                numbers = [number for number in numbers if number not in skip]
-        for number in numbers:
-            if not lines[number] or slow.add_plain_skip(number, lines[number]):
+                skip = {number for number, _ in memory}
+                lines = [(number, line) for number, line in lines if number not in skip]
+        for number, line in lines:
+            if not line or slow.add_plain_skip(number, line):
                 continue
-            parsed = parse_line(lines[number] + b"\n", first_line + number)
+            parsed = parse_line(line + b"\n", first_line + number)
             for noise in parsed.noise:
                 self._note(noise, first_line + number)
             if parsed.record is not None:
-                slow.add(number, parsed.record, lines[number])
+                slow.add(number, parsed.record)

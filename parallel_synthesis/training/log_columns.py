@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parallel_synthesis.training.events import StepDigest
+from parallel_synthesis.training.log_numbers import counts, lengths, reals
 from parallel_synthesis.training.log_reader import (
     EpochLine,
     NoteLine,
@@ -34,23 +35,25 @@ UNKNOWN = -1
 # An update as ours and the reference write it; the fields ours append come all or not at all. Every line is matched,
 # by the last group when it is anything else. `[^ ]+` is quick and loose: the columns are checked as a whole.
 LINE = re.compile(
-    rb"\[train(?:-dist)?\] epoch=([^ ]+) step=([^ ]+) (?:task=([^ ]+)|rank_tasks=\[([^\]]*)\]) "
+    rb"\[train(?:-dist)?\] epoch=([^ ]+) step=([^ ]+) (task=[^ ]+|rank_tasks=\[[^\]]*\]) "
     rb"loss=([^ ]+) ppl=([^ ]+) target_tokens=(\d+)"
-    rb"(?: seconds=([^ ]+) prefill_tokens=([^ ]+) live_tokens=([^ ]+) memory_gib=([^ ]+) grad_norm=([^ ]+) "
-    rb"rows=([^ ]+) (rank_loss=.*))?\n|(.*)\n"
+    rb"(?: seconds=([^ ]+) prefill_tokens=([^ ]+) live_tokens=([^ ]+) memory_gib=([^ ]+)"
+    rb"(?: generated_tokens=\d+ workers_dropped=\d+)? grad_norm=([^ ]+) rows=([^ ]+) (rank_loss=[^ ]+ rank_grad=[^ ]+ rank_rng=[^ ]+ grad=.+))?\n|(.*)\n"
 )
-_COUNTS, _NUMBERS, _ROWS, _PROOF = (0, 1, 6, 8, 9), (4, 5, 7, 10, 11), 12, 13  # groups of LINE
-_PROOF_IN_LINE = re.compile(rb" rows=(\S+) ((?:(?:rank_loss|rank_grad|rank_rng|grad)=\S+ ?)+)")
-_PROOF_BYTES = b"0123456789abcdef;= _" + b"rank_loss" + b"rank_grad" + b"rank_rng"
-_ODD_NAME = re.compile(rb"[\n\r\x1b=]")
+# Groups of LINE, from 0.
+_EPOCH, _STEP, _TASK, _LOSS, _PPL, _TOKENS = range(6)
+_SECONDS, _PREFILL, _LIVE, _MEMORY, _NORM, _ROWS, _PROOF, OTHER = range(6, 14)
+_HEX = b"0123456789abcdef;"
+_PROOF_NAMES = b"rank_loss= rank_grad= rank_rng= grad=".translate(None, _HEX)
+_ODD_NAME = re.compile(rb"[\n\r\t\v\f\x1b=\[]")
 _PLAIN_SKIP = re.compile(
-    rb"\[train(?:-dist)?\] skipped epoch=(\d{1,9}) step=(\d{1,15}) task=([^ =\x1b]+) ((?:details=rank|reason)=.*)"
+    rb"\[train(?:-dist)?\] skipped epoch=(\d{1,9}) step=(\d{1,15}) task=([^\s=\x1b\[]+) ((?:details=rank|reason)=.*)"
 )
 _PLAIN_TAIL = re.compile(
-    rb"(\d+\.\d+) prefill_tokens=(\d{1,15}) live_tokens=(\d{1,15}) memory_gib=(\d+\.\d+) "
-    rb"rows=([\d,;]+) (rank_rng=[\da-f;]+)"
+    rb"(\d+\.\d+) prefill_tokens=(\d{1,15}) live_tokens=(\d{1,15}) memory_gib=(\d+\.\d+)"
+    rb"(?: generated_tokens=\d+ workers_dropped=\d+)? rows=(\d+(?:[,;]\d+)*) (rank_rng=[\da-f;]+)"
 )
-_REASON = re.compile(rb"(?:=|; )rank=\d{1,9} task=\S+ reason=(\S+)")
+_REASON = re.compile(rb"(?:^details=|; )rank=\d{1,9} task=\S+ reason=(\S+)")
 _KINDS = {
     "epoch": "int64",
     "step": "int64",
@@ -64,7 +67,6 @@ _KINDS = {
     "memory": "float64",
     "rows": "int64",
 }
-_DIGITS, _REALS = b"0123456789", b"0123456789.+-einfa"
 
 
 class Tasks:
@@ -74,7 +76,7 @@ class Tasks:
         self.names: list[str] = []
         self.ranks = 1  # most that a step named
         self._numbers: dict[str, int] = {}
-        self._lists: dict[bytes, tuple[int, int]] = {}
+        self._texts: dict[bytes, tuple[int, int]] = {}
 
     def number(self, name: str) -> int:
         found = self._numbers.get(name)
@@ -85,15 +87,20 @@ class Tasks:
                 self.names.append(name)
         return found
 
-    def of_list(self, listed: bytes) -> tuple[int, int]:
-        """(task, ranks) of the text in rank_tasks=[...]; a step's task is its first rank's. (-1, 0): no names in it."""
-        found = self._lists.get(listed)
+    def of_text(self, text: bytes) -> tuple[int, int]:
+        """(task, ranks) of `task=...` or `rank_tasks=[...]`, a step's task is its first rank's. (UNKNOWN, 0): an odd name."""
+        found = self._texts.get(text)
         if found is None:
-            names = task_names(listed)
-            found = (self.number(names[0]), len(names)) if names else (UNKNOWN, 0)
+            field, _, value = text.partition(b"=")
+            alone = field == b"task"
+            names = (value.decode("utf-8", "replace"),) if alone else task_names(value)
+            odd = value if alone else value[1:]  # behind the list's own bracket
+            if _ODD_NAME.search(odd) or not names or not all(names):
+                return UNKNOWN, 0
+            found = (self.number(names[0]), len(names))
             self.ranks = max(self.ranks, len(names))
-            if len(self._lists) < _MOST_TASKS:
-                self._lists[listed] = found
+            if len(self._texts) < _MOST_TASKS:
+                self._texts[text] = found
         return found
 
 
@@ -136,28 +143,6 @@ class Chunk:
         return len(self.step)
 
 
-def are_plain(columns: Sequence[tuple[bytes, ...]], tasks: Tasks) -> bool:
-    """Whether what the loose expression took for updates are updates. One odd value sends the chunk the slow way."""
-    for column in _COUNTS:
-        if b"".join(columns[column]).translate(None, _DIGITS) or max(map(len, columns[column])) > 15:
-            return False
-    if any(b"".join(columns[column]).translate(None, _REALS) for column in _NUMBERS):
-        return False
-    if b"".join(columns[_ROWS]).translate(None, _DIGITS + b",;"):
-        return False
-    if any(_ODD_NAME.search(task) for task in {*columns[2], *columns[3]}):
-        return False
-    if any(tasks.of_list(listed)[1] == 0 for listed in dict.fromkeys(columns[3]) if listed):
-        return False
-    # Glued to it, cut, coloured, or fields that are not ours: such lines say more than the columns can hold.
-    proofs = b"".join(columns[_PROOF])
-    count = sum(map(bool, columns[_PROOF]))
-    return not proofs.translate(None, _PROOF_BYTES) and (proofs.count(b" "), proofs.count(b"=")) == (
-        3 * count,
-        4 * count,
-    )
-
-
 @dataclass(slots=True)
 class Rows:
     """Step records by line number within the chunk; the columns of Chunk."""
@@ -168,63 +153,47 @@ class Rows:
     proof: Sequence[bytes]
 
 
-def plain_columns(numbers: Sequence[int], columns: Sequence[tuple[bytes, ...]], tasks: Tasks) -> Rows | None:
-    """The columns of plain updates; None when a number is none after all."""
+def plain_columns(number: Ints, columns: Sequence[tuple[bytes, ...]], tasks: Tasks) -> Rows | None:
+    """The columns of what the loose expression took for updates; None when one of them is none, or says more.
+
+    number: of their lines. columns: the groups of LINE.
+    """
     import numpy as np
 
-    count = len(numbers)
-    known = {
-        pair: (tasks.number(pair[0].decode("utf-8", "replace")), 1) if pair[0] else tasks.of_list(pair[1])
-        for pair in dict.fromkeys(zip(columns[2], columns[3], strict=True))  # in order: it numbers the tasks
-    }
-    found = list(map(known.__getitem__, zip(columns[2], columns[3], strict=True)))
-    number, ranks = np.array(found, dtype=np.int64).T
-
-    def ints(column: int) -> Ints:
-        values = columns[column]
-        if len(set(values)) == 1:
-            return np.full(count, int(values[0] or UNKNOWN), dtype=np.int64)
-        if not all(values):
-            values = tuple([value or b"-1" for value in values])
-        return np.array(list(map(int, values)), dtype=np.int64)
-
-    def reals(column: int) -> Floats:
-        values = columns[column]
-        if len(set(values)) == 1:
-            return np.full(count, float(values[0] or math.nan))
-        if not all(values):
-            values = tuple([value or b"nan" for value in values])
-        return np.array(list(map(float, values)), dtype=np.float64)
-
-    try:
-        values = {
-            "epoch": ints(0),
-            "step": ints(1),
-            "task": number,
-            "skipped": np.zeros(count, dtype=np.bool_),
-            "loss": reals(4),
-            "tokens": ints(6),
-            "seconds": reals(7),
-            "prefill": ints(8),
-            "live": ints(9),
-            "memory": reals(10),
-        }
-    except ValueError:
+    proof = columns[_PROOF]
+    full = all(proof)
+    if not full and any(proof):
+        return None  # a run of the reference that ours went on with: only the piece of the log where that happened
+    whole = counts([columns[at] for at in (_EPOCH, _STEP, _TOKENS, *((_PREFILL, _LIVE) if full else ()))])
+    real = reals([columns[at] for at in (_LOSS, _PPL, *((_SECONDS, _MEMORY, _NORM) if full else ()))])
+    if whole is None or real is None:
         return None
-    values["rows"] = _rows(columns[_ROWS], ranks)
-    return Rows(np.array(numbers, dtype=np.int64), values, columns[_ROWS], columns[_PROOF])
-
-
-def _rows(taken: Sequence[bytes], ranks: Ints) -> Ints:
-    """Rows of each step; -ranks where the line does not say."""
-    import numpy as np
-
-    if not all(taken):
-        return np.array([_count_rows(text) if text else -n for text, n in zip(taken, ranks, strict=True)])
-    joined = b"".join(taken)
-    if b"," not in joined and joined.count(b";") == int(ranks.sum()) - len(ranks):
-        return ranks  # one row a rank
-    return np.array(list(map(_count_rows, taken)), dtype=np.int64)
+    # Glued to it, cut, coloured, or fields that are not ours: such lines say more than the columns can hold.
+    if full and b"".join(proof).translate(None, _HEX) != _PROOF_NAMES * len(proof):
+        return None
+    rows = lengths(columns[_ROWS]) if full else None
+    known = {text: tasks.of_text(text) for text in dict.fromkeys(columns[_TASK])}
+    if (full and rows is None) or any(ranks == 0 for _, ranks in known.values()):
+        return None
+    count = len(number)
+    places = {text: place for place, text in enumerate(known)}
+    place = np.fromiter(map(places.__getitem__, columns[_TASK]), dtype=np.int64, count=count)
+    task, ranks = np.array(list(known.values()), dtype=np.int64)[place].T
+    unknown, nothing = np.full(count, UNKNOWN), np.full(count, math.nan)
+    values = {
+        "epoch": whole[0],
+        "step": whole[1],
+        "task": task,
+        "skipped": np.zeros(count, dtype=np.bool_),
+        "loss": real[0],
+        "tokens": whole[2],
+        "seconds": real[2] if full else nothing,
+        "prefill": whole[3] if full else unknown,
+        "live": whole[4] if full else unknown,
+        "memory": real[3] if full else nothing,
+        "rows": -ranks if rows is None else rows,
+    }
+    return Rows(number, values, columns[_ROWS], proof)
 
 
 def _count_rows(text: bytes) -> int:
@@ -248,10 +217,9 @@ class Slow:
         self.memory_peak: list[float] = []
         self.memory_reserved = 0.0
 
-    def add(self, number: int, record: Record, raw: bytes) -> None:
+    def add(self, number: int, record: Record) -> None:
         if isinstance(record, StepLine):
-            found = _PROOF_IN_LINE.search(raw)
-            taken, proof = (b"", b"") if found is None else (found[1], found[2])
+            taken, proof = _texts(record.digest)
             self._add_step(
                 number,
                 (
@@ -290,7 +258,7 @@ class Slow:
             return False
         words, mark, tail = found[4].rpartition(b" seconds=")
         measured = _PLAIN_TAIL.fullmatch(tail) if mark else None
-        if (mark and measured is None) or (not mark and b" rank_rng=" in tail):
+        if b" seconds=" in words or (mark and measured is None) or (not mark and b" rank_rng=" in tail):
             return False
         if not mark:
             words = tail
@@ -359,11 +327,11 @@ def make_chunk(
         order = np.argsort(number, kind="stable")
         number = number[order]
         values = {name: np.concatenate([part.values[name] for part in parts])[order] for name in other.values}
+        places_in_order = order.tolist()
         taken, proof = (
-            list(itertools.chain.from_iterable(listed))
+            list(map(list(itertools.chain.from_iterable(listed)).__getitem__, places_in_order))
             for listed in ([part.taken for part in parts], [part.proof for part in parts])
         )
-        taken, proof = [taken[place] for place in order], [proof[place] for place in order]
     else:
         number, values, taken, proof = rows.number, rows.values, list(rows.taken), list(rows.proof)
     places = np.searchsorted(number, slow.numbers).tolist()
@@ -388,6 +356,17 @@ def make_chunk(
         memory_peak=np.array(slow.memory_peak, dtype=np.float64),
         memory_reserved=slow.memory_reserved,
     )
+
+
+def _texts(digest: StepDigest | None) -> tuple[bytes, bytes]:
+    """The `taken` and `proof` of a digest, as a plain line has them; empty without one."""
+    if digest is None:
+        return b"", b""
+    taken = ";".join(",".join(map(str, rows)) for rows in digest.rows)
+    ranks = {"rank_loss": digest.loss, "rank_grad": digest.gradient, "rank_rng": digest.rng}
+    proof = [f"{name}={';'.join(values)}" for name, values in ranks.items() if values]
+    proof += [f"grad={digest.reduced}"] if digest.reduced else []
+    return taken.encode(), " ".join(proof).encode()
 
 
 def digest_of(taken: bytes, proof: bytes) -> StepDigest | None:

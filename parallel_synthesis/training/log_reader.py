@@ -30,7 +30,7 @@ Noise = Literal[
     "foreign line",
     "line too long",
 ]
-_NUMBER = re.compile(rb"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|inf|nan)")
+NUMBER = re.compile(rb"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|inf|nan)")
 _COUNT = re.compile(rb"\d{1,15}")
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _TAG = re.compile(rb"\[(train|train-dist|resume|cuda-memory|stop|error)\] ")
@@ -342,7 +342,7 @@ def _take(fields: dict[str, bytes], name: str) -> bytes:
 
 def _number(fields: dict[str, bytes], name: str) -> float:
     value = _take(fields, name)
-    if not _NUMBER.fullmatch(value):
+    if not NUMBER.fullmatch(value):
         raise _Bad("not a number" if value else "incomplete record")
     return float(value)
 

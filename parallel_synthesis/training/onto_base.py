@@ -25,11 +25,18 @@ from parallel_synthesis.checkpoint.safetensors_file import TensorChunks, write_s
 from parallel_synthesis.errors import CheckFailedError, CheckpointError, ConfigError, StorageError
 from parallel_synthesis.provenance.hashing import Bytes, sha256_bytes
 from parallel_synthesis.provenance.schema import dump_json
-from parallel_synthesis.training.fold_plan import CONFIG, INDEX, FoldPlan, model_directory, open_base
+from parallel_synthesis.training.fold_plan import (
+    CONFIG,
+    INDEX,
+    OTHER_WEIGHTS,
+    FoldPlan,
+    find_model,
+    open_base,
+)
 
 # Norm of the logits' difference, relative to theirs: what rounding weights and activations to the dtype may cost.
 TOLERANCE = {"F32": 1e-4, "F16": 1e-2, "BF16": 5e-2}
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", INDEX, "README.md")
+_WEIGHTS = (".safetensors", *OTHER_WEIGHTS, INDEX, "README.md")
 _SMALL = 256 << 20  # bytes; a tokenizer's files are far below
 
 
@@ -68,7 +75,7 @@ def fold(
         raise ConfigError([f"--scale {scale}: expected a number from 0 to 1"])
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists already; a merge writes a new directory; choose another --out")
-    directory = model_directory(model)
+    base_name, directory = find_model(model)
     with ExitStack() as stack:
         (adapter,) = stack.enter_context(opened([(checkpoint, 1.0)]))
         for place in (directory, adapter.directory):
@@ -83,7 +90,7 @@ def fold(
                 raise StorageError(
                     f"cannot write {out}: it needs {needed} bytes; free some space there first"
                 )
-            job = _Job(plan, checkpoint, model, progress)
+            job = _Job(plan, adapter.given, base_name, progress)
             commit(out, step=None, kind="model", fill=job.fill)
     allowed = TOLERANCE[plan.dtype] if tolerance is None else tolerance
     logits = None

@@ -7,12 +7,11 @@ manifest's size, the manifest; else the file is indexed in memory, and that inde
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from parallel_synthesis.checkpoint.layout import (
     RunPaths,
@@ -30,6 +29,11 @@ from parallel_synthesis.errors import BackboneError, DataError, RunExistsError, 
 from parallel_synthesis.model.sizes import read_shapes, trainable_sizes
 from parallel_synthesis.model.source import find_source, looks_like_path
 from parallel_synthesis.resources import resolve_path
+from parallel_synthesis.training.extent import order_of, total_steps
+from parallel_synthesis.values import nearest
+
+if TYPE_CHECKING:
+    from parallel_synthesis.data.index import Loose
 
 RowsFrom = Literal["cached index", "indexed", "manifest", "unknown"]
 _NOWHERE = Path(os.devnull) / "nowhere"  # an index cache that can not be written
@@ -39,13 +43,17 @@ _OVERHEAD_BYTES = 20_000  # headers, JSON files, the epoch's RNG state
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
-    """One task of the mix. rows: valid rows in use. steps and what is dropped: of a full epoch."""
+    """One task of the mix. rows: valid rows in use. steps and what is dropped: of a full epoch.
+
+    loose: branches whose extract is not the end of its context, None where the rows have not been read.
+    """
 
     task: str
     file: Path
     rows: int | None
     rows_from: RowsFrom
     bad_rows: int
+    loose: Loose | None = None
     steps: int | None = None
     dropped_rows: int | None = None
     dropped_batches: int | None = None
@@ -81,7 +89,10 @@ class DiskPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Steps are global, None where a row count is unknown. missing: what must be there before it can run."""
+    """Steps are global, None where a row count is unknown. missing: what must be there before it can run.
+
+    refused: what a start would raise although the files are there, such as rows that are not valid.
+    """
 
     tasks: tuple[TaskPlan, ...]
     ranks: int
@@ -94,6 +105,7 @@ class Plan:
     disk: DiskPlan | None
     trainable_parameters: int | None
     missing: tuple[str, ...]
+    refused: tuple[DataError | StorageError, ...]
     warnings: tuple[str, ...]
 
 
@@ -106,11 +118,10 @@ class RankRows:
     rows: tuple[int, ...]
 
 
-def with_canonical_tasks(config: Config) -> tuple[Config, list[str]]:
+def with_canonical_tasks(config: Config, listed: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The config with every task under its one name, and the problems of its task names.
 
-    A file for a task that is not in the mix is let be (a recipe may name more files than a run takes), unless
-    its name looks like a mistyped task: then the run would silently read another file.
+    listed: the tasks that the recipe itself lists, of which the run may take fewer.
     """
     found = []
     own = {canonical_name(name) for name in config.data.files}
@@ -123,13 +134,29 @@ def with_canonical_tasks(config: Config) -> tuple[Config, list[str]]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         if not any(config.data.tasks.count(written) > 1 for written in config.data.tasks):
             found.append(f"data.tasks names {name} more than once, by different names")
-    for name in sorted(own - set(names)):
-        meant = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-        if meant and name not in TASKS:
-            found.append(f"data.files.{name}: no such task in data.tasks; did you mean {meant[0]}?")
     data = dataclasses.replace(config.data, tasks=names, files=_by_name(config.data.files))
     evaluate = dataclasses.replace(config.evaluate, files=_by_name(config.evaluate.files))
+    if not found:  # beside a mistyped task the file of the one that was meant would be told of too
+        found += _mistyped_files(data.files, evaluate.files, [*names, *map(canonical_name, listed)])
     return dataclasses.replace(config, data=data, evaluate=evaluate), found
+
+
+def _mistyped_files(
+    training: Mapping[str, str], held_out: Mapping[str, str], tasks: Sequence[str]
+) -> list[str]:
+    """Entries of data.files and evaluate.files that are no task's: the run would silently read another file, or none.
+
+    A shared recipe may name files of known tasks that a run does not take. A name that both tables have is no slip
+    either: so the held-out data of a task that is not trained on is named.
+    """
+    fine = {*tasks, *TASKS, *(training.keys() & held_out.keys())}
+    expected = f"; expected one of them ({', '.join(dict.fromkeys(tasks))}) or of the release's tasks"
+    return [
+        f"{table}.{name}: no such task in data.tasks{nearest(name, [*tasks, *TASKS]) or expected}"
+        for table, files in (("data.files", training), ("evaluate.files", held_out))
+        for name in files
+        if name not in fine
+    ]
 
 
 def _by_name(files: Mapping[str, str]) -> dict[str, str]:
@@ -172,12 +199,15 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
     """
     missing = missing_inputs(config)
     warnings: list[str] = []
+    refused: list[DataError | StorageError] = []
     tasks = []
     for name in config.data.tasks:
         task, problem = _task(config, name, cache)
         tasks.append(task)
-        if problem is not None:
-            missing.append(problem)
+        refused += [problem] if problem is not None else []
+    if config.run.method == "fixed_parallel_kv":
+        notes = (task.loose.note(task.task) for task in tasks if task.loose is not None)
+        warnings += [note for note in notes if note is not None]
     note = _download(config)
     warnings += [note] if note is not None else []
     order = None
@@ -185,7 +215,7 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
         try:
             order = _order(config, tasks)
         except DataError as error:
-            missing.append(str(error))
+            refused.append(error)
     if order is not None:
         tasks = [_with_order(task, order) for task in tasks]
         warnings += [f"task {task.task} fills no step: {task.rows} rows" for task in tasks if not task.steps]
@@ -227,6 +257,7 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
         disk=disk,
         trainable_parameters=trained,
         missing=tuple(missing),
+        refused=tuple(refused),
         warnings=tuple(warnings),
     )
 
@@ -239,7 +270,7 @@ def rows_at(config: Config, planned: Plan, step: int) -> tuple[RankRows, ...]:
     if planned.steps_per_epoch is None or planned.total_steps is None:
         raise DataError(
             "the row counts of some tasks are unknown, so no step can be looked up; "
-            f"still missing: {'; '.join(planned.missing)}"
+            f"still missing: {'; '.join([*planned.missing, *map(str, planned.refused)])}"
         )
     if not 1 <= step <= planned.total_steps:
         raise DataError(f"step {step}: expected 1 to {planned.total_steps}, the steps of this run")
@@ -250,13 +281,7 @@ def rows_at(config: Config, planned: Plan, step: int) -> tuple[RankRows, ...]:
 
 
 def _order(config: Config, tasks: Iterable[TaskPlan]) -> Order:
-    return Order(
-        {task.task: task.rows or 0 for task in tasks},
-        ranks=config.run.ranks,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-        steps_per_epoch=config.run.steps_per_epoch,
-    )
+    return order_of(config, {task.task: task.rows or 0 for task in tasks})
 
 
 def _with_order(task: TaskPlan, order: Order) -> TaskPlan:
@@ -276,35 +301,35 @@ def _total(config: Config, steps_per_epoch: int, warnings: list[str]) -> int:
     limit = config.run.max_steps
     if limit is not None and limit > total:
         warnings.append(f"run.max_steps = {limit}: the run ends after {total} steps")
-    return total if limit is None else min(total, limit)
+    return total_steps(config, steps_per_epoch)
 
 
-def _task(config: Config, name: str, cache: Path | None) -> tuple[TaskPlan, str | None]:
-    """The task's rows, and a problem that its file has (that it is absent is said by missing_inputs)."""
+def _task(config: Config, name: str, cache: Path | None) -> tuple[TaskPlan, DataError | StorageError | None]:
+    """The task's rows, and why a start would refuse its file (that it is absent is said by missing_inputs)."""
     task = find_task(name, own=config.data.files)
     path = _path(config, name, config.data.files)
     limit = config.data.max_rows
-    size = path.stat().st_size if path.is_file() else None
+    size = path.stat().st_size if path.exists() else None
     entry = manifest_entry(name)
     if entry is not None and config.data.files.get(name, entry.path) == entry.path:
         known, expected = entry.rows, entry.bytes
     else:
         known, expected = None, None
 
-    def planned(rows: int | None, rows_from: RowsFrom, bad: int = 0) -> TaskPlan:
+    def planned(rows: int | None, rows_from: RowsFrom, bad: int = 0, loose: Loose | None = None) -> TaskPlan:
         if rows is not None and limit is not None:
             rows = min(rows, limit)
-        return TaskPlan(task=name, file=path, rows=rows, rows_from=rows_from, bad_rows=bad)
+        return TaskPlan(task=name, file=path, rows=rows, rows_from=rows_from, bad_rows=bad, loose=loose)
 
     if size is None:
         return planned(known, "unknown" if known is None else "manifest"), None
-    indexed = _is_indexed(task, path, cache)
+    indexed = path.is_file() and _is_indexed(task, path, cache)
     if not indexed and size == expected:
         return planned(known, "manifest"), None
     try:
         return planned(*_count(config, task, path, cache if indexed else _NOWHERE)), None
     except (DataError, StorageError) as error:
-        return planned(None, "unknown"), str(error)
+        return planned(None, "unknown"), error
 
 
 def _is_indexed(task: Task, path: Path, cache: Path | None) -> bool:
@@ -320,13 +345,13 @@ def _is_indexed(task: Task, path: Path, cache: Path | None) -> bool:
     return index is not None and (index.text is None or entry.text_path.is_file())
 
 
-def _count(config: Config, task: Task, path: Path, cache: Path | None) -> tuple[int, RowsFrom, int]:
+def _count(config: Config, task: Task, path: Path, cache: Path | None) -> tuple[int, RowsFrom, int, Loose]:
     from parallel_synthesis.data.index import open_rows
 
     with open_rows(
         task, path, on_bad_row=config.data.on_bad_row, max_rows=config.data.max_rows, cache=cache
     ) as file:
-        return file.rows, "cached index" if file.reused else "indexed", len(file.bad)
+        return file.rows, "cached index" if file.reused else "indexed", len(file.bad), file.loose
 
 
 def _download(config: Config) -> str | None:

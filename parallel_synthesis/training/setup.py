@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from parallel_synthesis.checkpoint.layout import RunPaths, disk_needed, find_components, free_bytes
+from parallel_synthesis.checkpoint.layout import Located, RunPaths, disk_needed, free_bytes, locate
 from parallel_synthesis.data.check import difference
 from parallel_synthesis.errors import ConfigError, StorageError
 from parallel_synthesis.recipe import Resolved
@@ -15,6 +15,7 @@ from parallel_synthesis.training.engine import Engine, build_engine, open_proces
 from parallel_synthesis.training.events import Evaluation, Observer
 from parallel_synthesis.training.log import LogWriter
 from parallel_synthesis.training.plan import refuse_existing
+from parallel_synthesis.training.ranks import Processes
 from parallel_synthesis.training.records import RunRecord, backbone_record, parent_record, run_record
 from parallel_synthesis.training.repeats import Repeats
 from parallel_synthesis.training.run import Run
@@ -40,12 +41,12 @@ def start_run(
     processes, device = open_processes(config)
     if processes.is_first and not overwrite:
         refuse_existing(paths)
-    init_from = find_components(Path(init)) if init is not None else None
-    engine = build_engine(config, processes, device, components=init_from)
+    start = _start(init, processes) if init is not None else None
+    engine = build_engine(config, processes, device, components=start.directory if start else None)
     parents = []
-    if init is not None and init_from is not None:
-        engine.load_components(init_from)
-        parents = [parent_record(init, init_from)]
+    if start is not None:
+        engine.load_components(start.directory)
+        parents = [parent_record(start.name, start.directory)]
     if not 0 <= order_from_step < engine.total_steps:
         raise ConfigError(
             [
@@ -85,6 +86,14 @@ def start_run(
         repeats=Repeats(),
         attempt=1,
     )
+
+
+def _start(init: str, processes: Processes) -> Located:
+    """The components to start from, the same on every process. A branch of a Hub repository may move between two
+    processes' looks; the first one's commit counts."""
+    found = locate(init)
+    name = processes.exchange(found.name)[0]
+    return found if name == found.name else locate(name)
 
 
 def record_of(resolved: Resolved, engine: Engine, *, argv: Sequence[str]) -> RunRecord:

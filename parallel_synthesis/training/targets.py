@@ -18,7 +18,7 @@ from parallel_synthesis.checkpoint.layout import (
 )
 from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.errors import CheckpointError, ParallelSynthesisError
-from parallel_synthesis.provenance import manifest
+from parallel_synthesis.provenance import hub, manifest
 from parallel_synthesis.provenance.schema import load_json, read_json
 
 
@@ -48,6 +48,12 @@ def find_target(given: str, *, step: int | None = None) -> Target:
 
     Raises CheckpointError for anything that holds no run of ours.
     """
+    if hub.hub_id(given) is not None:
+        raise CheckpointError(
+            f"{given}: no such run; expected a run directory, a checkpoint in one, or RUN@NAME. A checkpoint of the Hub "
+            f"is not gone on with in place, but in a new run by `ps resume {given} --out DIR`; a run starts from its "
+            f"components by `ps train RECIPE --init {given}`"
+        )
     path = Path(given).expanduser()
     named: Path | None = None
     if not path.exists() and "@" in given:

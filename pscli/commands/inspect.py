@@ -117,23 +117,23 @@ def _run(output: Output, path: Path, *, html: Path | None, follow: bool) -> None
 
 
 def _log(output: Output, path: Path, *, html: Path | None, follow: bool) -> None:
-    from parallel_synthesis.training.inspection.report import report
+    from parallel_synthesis.training.inspection.report import LogReport, report
     from parallel_synthesis.training.inspection.runlog import RunLog
     from pscli import inspect_text
 
     log = RunLog(path)
     paint = inspect_text.painter(output.colour)
 
-    def view() -> str:
+    def look() -> LogReport:
         log.update()
-        return inspect_text.log_alone(report(log), paint)
+        return report(log)
 
     if follow and output.mode != "json":
-        _follow(output, view, lambda: False)
+        _follow(output, lambda: inspect_text.log_alone(look(), paint), lambda: False)
+        found = look()
     else:
-        output.text(view())
-    log.update()
-    found = report(log)
+        found = look()
+        output.text(inspect_text.log_alone(found, paint))
     if html is not None:
         from pscli import inspect_html
 

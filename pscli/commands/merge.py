@@ -29,7 +29,8 @@ def merge(
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[A B]", help="Two checkpoints: directories, runs, or RUN@NAME. One with --onto-base."
+            metavar="[A B]",
+            help="Two checkpoints: directories, runs, RUN@NAME or Hub ids. One with --onto-base.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The new checkpoint.")] = None,
@@ -201,7 +202,7 @@ def _options(
 ) -> MergeOptions:
     from parallel_synthesis.checkpoint.merge_plan import METHODS, MISSING, MergeOptions
     from parallel_synthesis.checkpoint.merge_recipe import place_of
-    from parallel_synthesis.recipe import nearest
+    from parallel_synthesis.values import nearest
 
     if method not in METHODS:
         raise ConfigError(
@@ -231,9 +232,9 @@ def _report(result: MergeResult, options: MergeOptions, sources: Sources) -> str
             chr(ord("A") + number),
             f"{weight:g}",
             "-" if parent["step"] is None else f"{parent['step']:,}",
-            given,
+            parent["source"],
         )
-        for number, ((given, weight), parent) in enumerate(zip(sources, result.parents))
+        for number, ((_, weight), parent) in enumerate(zip(sources, result.parents))
     ]
     lines = [table(rows, header=("input", "weight", "step", "checkpoint"))]
     done = "would write" if result.dry_run else "wrote"

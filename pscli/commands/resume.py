@@ -119,9 +119,10 @@ def resume(
     from pscli.progress import Watcher
 
     watcher = Watcher(call.output, log_every=resolved.config.log.every)
-    with running.stop_signals_interrupt():
+    with running.stop_signals_interrupt() as stop:
         from parallel_synthesis.training import resume as library
 
+        stop.check()
         options = library.ResumeOptions(
             max_steps=max_steps,
             sets=sets or (),
@@ -196,8 +197,6 @@ def _take_order(
     """A new run from components alone, its data order begun after a completed step."""
     from parallel_synthesis.recipe import load_recipe
     from parallel_synthesis.training.plan import with_canonical_tasks
-    from pscli import reports
-    from pscli.progress import Watcher
 
     if out is None or recipe is None:
         raise ConfigError(["--order-from-step needs --out (the new run) and --recipe (what to train)"])
@@ -209,9 +208,11 @@ def _take_order(
         complete=with_canonical_tasks,
     )
     if running.role(call, nproc)[1]:
+        from parallel_synthesis.checkpoint.layout import locate
+
         arguments = [
             "resume",
-            checkpoint,
+            locate(checkpoint).name,
             "--order-from-step",
             str(step),
             "--recipe",
@@ -224,20 +225,4 @@ def _take_order(
         for flag, value in (("--max-steps", max_steps), ("--device", device)):
             arguments += [] if value is None else [flag, str(value)]
         raise typer.Exit(running.launched(call, resolved.config, out=out, nproc=nproc, arguments=arguments))
-    watcher = Watcher(call.output, log_every=resolved.config.log.every)
-    with running.stop_signals_interrupt():
-        from parallel_synthesis.training import loop
-
-        try:
-            result = loop.train(
-                resolved,
-                out=out,
-                observer=watcher,
-                init=checkpoint,
-                argv=running.typed_arguments(call),
-                order_from_step=step,
-            )
-        finally:
-            watcher.close()
-    call.output.text(reports.ending(resolved, result))
-    call.output.document(reports.result_document(resolved, result))
+    running.trained(call, resolved, out, init=checkpoint, order_from_step=step)

@@ -16,7 +16,7 @@ from pscli.output import plain, size, table
 def snapshot(
     ctx: typer.Context,
     run: Annotated[
-        str, typer.Argument(help="A run; with --export also one of its checkpoints, or RUN@NAME.")
+        str, typer.Argument(help="A run; with --export also one of its checkpoints, RUN@NAME or a Hub id.")
     ],
     step: Annotated[
         int | None,
@@ -43,6 +43,8 @@ def snapshot(
     ps snapshot runs/a --list
     ps snapshot runs/a@before-lr --export /backup/before-lr
     ps snapshot runs/a --drop before-lr
+
+    Of a run of the reference implementation a copy is kept, for it may rewrite its own files.
     """
     del as_json, quiet, debug
     call: Call = ctx.obj
@@ -50,18 +52,25 @@ def snapshot(
     if sum([list_, export is not None, drop is not None]) > 1:
         raise ConfigError(["--list, --export and --drop exclude each other: give one"])
     from parallel_synthesis.checkpoint import snapshots
-    from parallel_synthesis.checkpoint.layout import find_components, is_committed
+    from parallel_synthesis.checkpoint.layout import is_committed, locate_whole
+    from parallel_synthesis.provenance import hub
 
     if export is not None:
-        source = find_components(run)
-        checked = is_committed(source)
-        how = snapshots.export(source, export)
+        source = locate_whole(run)
+        checked = is_committed(source.directory)
+        how = snapshots.export(source.directory, export)
         said = "every byte was checked on the way"
         if not checked:
-            said = "it has no manifest, so nothing could be checked; the copy has one"
-        output.text(f"exported {source} to {export}; {said}")
-        output.document({"exported": source, "to": export, "how": how, "checked": checked})
+            said = "it has no manifest, so its structure alone was checked; the copy has one"
+        shown = source.name if hub.hub_id(run) is not None else source.directory
+        output.text(f"exported {shown} to {export}; {said}")
+        output.document({"exported": shown, "to": export, "how": how, "checked": checked})
         return
+    if hub.hub_id(run) is not None:
+        raise CheckpointError(
+            f"{run}: no such directory; a checkpoint of the Hub is copied by `ps snapshot {run} --export DIR`, what "
+            f"else there is needs a run"
+        )
     place = Path(run)
     if not place.is_dir():
         raise CheckpointError(f"{run}: no such directory; expected a run")
@@ -82,7 +91,7 @@ def snapshot(
         output.document({"dropped": plain(dropped)})
         return
     kept = snapshots.take(place, step=step, name=name)
-    cost = "no bytes" if kept.how == "link" else f"a copy ({size(kept.bytes)}): no links are possible here"
+    cost = "no bytes" if kept.how == "link" else f"a copy ({size(kept.bytes)}): nothing could be shared"
     output.text(f"kept step {kept.step:,} as {run}@{kept.name}, {cost}")
     output.document({"kept": plain(kept)})
 

@@ -20,10 +20,10 @@ from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
 from pscli.output import Output, table
 
 
-def _canonical(config: Config) -> tuple[Config, list[str]]:
+def _canonical(config: Config, listed: Sequence[str]) -> tuple[Config, list[str]]:
     from parallel_synthesis.training.plan import with_canonical_tasks
 
-    return with_canonical_tasks(config)
+    return with_canonical_tasks(config, listed)
 
 
 def _complete_recipe(incomplete: str) -> list[tuple[str, str]]:
@@ -56,7 +56,8 @@ def train(
     ] = None,
     sets: Sets = None,
     init: Annotated[
-        str | None, typer.Option("--init", metavar="CKPT", help="Start from another checkpoint's components.")
+        str | None,
+        typer.Option("--init", metavar="CKPT", help="Start from a checkpoint's components; a Hub id too."),
     ] = None,
     max_steps: MaxSteps = None,
     device: Device = None,
@@ -110,14 +111,14 @@ def train(
         return
     worker, launching = running.role(call, nproc)
     place = _place(out, resolved, worker=worker)
-    _refuse_early(resolved, place, recipe=recipe, init=init, overwrite=overwrite)
+    init = _refuse_early(resolved, place, recipe=recipe, init=init, overwrite=overwrite)
     if launching:
         arguments = _worker_arguments(
             recipe, place, sets=sets or (), init=init, max_steps=max_steps, device=device, overwrite=overwrite
         )
         code = running.launched(call, resolved.config, out=place, nproc=nproc, arguments=arguments)
         raise typer.Exit(code)
-    _train(call, resolved, place, init=init, overwrite=overwrite)
+    running.trained(call, resolved, place, init=init, overwrite=overwrite)
 
 
 def _list(output: Output) -> None:
@@ -134,9 +135,20 @@ def _dry_run(output: Output, resolved: Resolved, *, out: Path | None, step: int 
 
     where = out if out is not None else Path("runs")
     planned = plan(resolved.config, out=where)
-    rows = None if step is None else rows_at(resolved.config, planned, step)
+    rows = None if step is None or planned.refused else rows_at(resolved.config, planned, step)
     output.text(reports.plan(resolved, planned, step=step, rows=rows))
-    output.document(reports.plan_document(resolved, planned, step=step, rows=rows))
+    document = reports.plan_document(resolved, planned, step=step, rows=rows)
+    if not planned.refused:
+        output.document(document)
+        return
+    from pscli.main import exit_code  # here, since it imports the commands
+
+    # The end that the start itself would come to: whoever asks in a script must not be told that all is well.
+    first = planned.refused[0]
+    message = f"a start would be refused: {str(first).splitlines()[0].rstrip(':')}"
+    message = str(first) if output.mode == "json" else message  # a human has the rest on stdout
+    output.failure(first, exit_code(first), message=message, more=document)
+    raise typer.Exit(exit_code(first))
 
 
 def _place(out: Path | None, resolved: Resolved, *, worker: bool) -> Path:
@@ -147,9 +159,14 @@ def _place(out: Path | None, resolved: Resolved, *, worker: bool) -> Path:
     return Path("runs") / f"{resolved.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _refuse_early(resolved: Resolved, out: Path, *, recipe: str, init: str | None, overwrite: bool) -> None:
-    """What can be refused in a moment is refused before torch is loaded or a process is started."""
-    from parallel_synthesis.checkpoint.layout import RunPaths, find_components
+def _refuse_early(
+    resolved: Resolved, out: Path, *, recipe: str, init: str | None, overwrite: bool
+) -> str | None:
+    """What can be refused in a moment is refused before torch is loaded or a process is started.
+
+    Returns `init` as the run is to know it: a Hub id at its commit, fetched once for all processes.
+    """
+    from parallel_synthesis.checkpoint.layout import RunPaths, locate
     from parallel_synthesis.training.plan import missing_inputs, refuse_existing
 
     rank = os.environ.get("RANK") or "0"
@@ -162,8 +179,7 @@ def _refuse_early(resolved: Resolved, out: Path, *, recipe: str, init: str | Non
             + "\n".join(f"  - {text}" for text in missing)
             + f"\nput it there, or set data.root or data.files; `ps train {recipe} --dry-run` plans without"
         )
-    if init is not None:
-        find_components(init)
+    return locate(init).name if init is not None else None
 
 
 def _worker_arguments(
@@ -183,28 +199,3 @@ def _worker_arguments(
         if value is not None:
             arguments += [flag, str(value)]
     return [*arguments, "--overwrite"] if overwrite else arguments
-
-
-def _train(call: Call, resolved: Resolved, out: Path, *, init: str | None, overwrite: bool) -> None:
-    from pscli import reports
-    from pscli.progress import Watcher
-
-    output = call.output
-    watcher = Watcher(output, log_every=resolved.config.log.every)
-    with running.stop_signals_interrupt():
-        # Here, not at the top: this loads torch.
-        from parallel_synthesis.training import loop
-
-        try:
-            result = loop.train(
-                resolved,
-                out=out,
-                observer=watcher,
-                init=init,
-                overwrite=overwrite,
-                argv=running.typed_arguments(call),
-            )
-        finally:
-            watcher.close()
-    output.text(reports.ending(resolved, result))
-    output.document(reports.result_document(resolved, result))

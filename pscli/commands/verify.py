@@ -28,6 +28,7 @@ from pscli.verifying import Bar, described, exit_code, fail, tell
 
 if TYPE_CHECKING:
     from parallel_synthesis.checkpoint.verification import Options, Report
+    from parallel_synthesis.provenance.hub import Snapshot
     from parallel_synthesis.provenance.inside import Inside
     from parallel_synthesis.provenance.manifest import Listing
 
@@ -97,7 +98,10 @@ def verify(
     ps verify runs/a --replay 20              in a scratch directory; the run is not touched
     ps verify DIR --format sha256sum | (cd DIR && sha256sum -c)
 
-    Exit codes: 0 all checked and right; 1 a content problem; 2 usage, or a manifest that can not be read;
+    Runs and checkpoints of the reference implementation have no recorded hashes: their parts are held against each
+    other, and it is said that no content is proved. What was not checked is named, whatever the code.
+
+    Exit codes: 0 all that could be checked is right; 1 a content problem; 2 usage, or a manifest that can not be read;
     3 could not finish (I/O).
     """
     del as_json, quiet, debug
@@ -133,9 +137,9 @@ def verify(
                 complete=complete,
                 progress=bar.start if call.output.progress else None,
             )
-            report = _directory(path, manifest, options)
+            name, report = _directory(path, manifest, options)
             bar.close()
-            tell(call.output, path, report, released=manifest == RELEASE)
+            tell(call.output, name, report, released=manifest == RELEASE)
     except ParallelSynthesisError as error:
         code = next((code for kind, code in _ENDS if isinstance(error, kind)), None)
         if call.output.mode != "json" or code is None:
@@ -182,23 +186,48 @@ def _refuse_mixed(
         raise ConfigError(found)
 
 
-def _directory(path: str, manifest: str | None, options: Options) -> Report:
+def _directory(path: str, manifest: str | None, options: Options) -> tuple[str, Report]:
+    """What was verified, a Hub id at its commit, and what was found."""
     from parallel_synthesis.checkpoint import verification
+    from parallel_synthesis.checkpoint.layout import locate
     from parallel_synthesis.provenance import hub
+    from parallel_synthesis.provenance.manifest import MANIFEST
 
-    repository = hub.hub_id(path)
+    if hub.hub_id(path) is not None:
+        own = hub.fetched(path, hub.Wanted(optional=(MANIFEST,)), check=False)
+        if manifest is None and not (own.directory / MANIFEST).is_file():  # what can be said without one
+            found = locate(own.name)
+            return found.name, verification.verify_path(str(found.directory), options)
+        snapshot, listing = _fetched(own.name, manifest)
+        return snapshot.name, verification.verify_directory(snapshot.inside, listing, options)
     if manifest is None:
-        if repository is not None:
-            raise CheckpointError(
-                f"{path}: no such directory; to check a checkpoint of the Hub add --manifest release (or a FILE)"
-            )
-        return verification.verify_path(path, options)
+        return path, verification.verify_path(path, options)
     listing = _listing(manifest)
-    if repository is not None:
-        place = hub.fetched(*repository)
+    place = _holding(Path(path).expanduser(), path, listing)
+    return path, verification.verify_directory(place, listing, options)
+
+
+def _fetched(path: str, manifest: str | None) -> tuple[Snapshot, Listing]:
+    """Every file that the manifest lists, of a Hub repository, and the small ones that the parts are judged by."""
+    from parallel_synthesis.checkpoint import layout
+    from parallel_synthesis.provenance import hub
+    from parallel_synthesis.provenance import manifest as manifests
+
+    given = path
+    if manifest is not None:
+        listing = _listing(manifest)
     else:
-        place = _holding(Path(path).expanduser(), path, listing)
-    return verification.verify_directory(place, listing, options)
+        own = hub.Wanted(required=(manifests.MANIFEST,), what="checkpoint with a manifest.json")
+        try:
+            snapshot = hub.fetched(path, own, check=False)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; or judge it by another manifest: --manifest release|FILE"
+            ) from error
+        given, listing = snapshot.name, manifests.listing(snapshot.directory)
+    # What the repository lacks of them is for the check to tell.
+    names = tuple(dict.fromkeys([*listing.files, *layout.HUB_OPTIONAL]))
+    return hub.fetched(given, hub.Wanted(optional=names, exact=tuple(listing.files)), check=False), listing
 
 
 def _listing(manifest: str) -> Listing:
@@ -219,7 +248,7 @@ def _holding(directory: Path, given: str, listing: Listing) -> Inside:
     if any(map(here.has, listing.files)):
         return here
     try:
-        return Inside(find_components(given))
+        return Inside.of(find_components(given))
     except CheckpointError:
         if directory.is_dir():
             return here
@@ -277,6 +306,8 @@ def _data(
             "size only, contents NOT checked" if file.sha256 is None else f"sha256 {file.sha256[:16]}..."
         )
         lines.append(f"{file.task}: {file.path}: {rows}{size(file.bytes or 0)}{unpacked}, {what_of_it}")
+        note = file.loose.note(file.task) if file.loose is not None else None
+        lines += [f"note: {note}"] if note is not None else []
     output.text("\n".join([*lines, f"{len(found)} files are as {says} says"]))
 
 
@@ -292,8 +323,14 @@ def _make(
     """--write-manifest and --format sha256sum."""
     from parallel_synthesis.checkpoint.adopt import write_manifest
     from parallel_synthesis.checkpoint.layout import find_components
+    from parallel_synthesis.provenance import hub
     from parallel_synthesis.provenance import manifest as manifests
 
+    if hub.hub_id(path) is not None and write:
+        raise CheckpointError(
+            f"{path}: no such directory, and nothing is written into the Hub's cache; "
+            f"`ps snapshot {path} --export DIR` makes a copy with a manifest"
+        )
     directory = Path(path).expanduser()
     if write:
         document = write_manifest(directory, jobs=jobs, progress=bar.start if output.progress else None)
@@ -310,7 +347,10 @@ def _make(
         listing = _listing(manifest)
     else:
         own = directory / manifests.MANIFEST
-        listing = manifests.listing(directory if own.is_file() else find_components(path))
+        if hub.hub_id(path) is not None:
+            listing = _fetched(path, None)[1]
+        else:
+            listing = manifests.listing(directory if own.is_file() else find_components(path))
     if not write:
         output.note("this is what the manifest says; contents NOT checked")
     output.text(manifests.sha256sum_lines(listing.files))
@@ -323,9 +363,10 @@ def _replay(call: Call, path: str, count: int) -> None:
 
     target = find_target(path)
     watcher = Watcher(call.output, log_every=1)
-    with running.stop_signals_interrupt():
+    with running.stop_signals_interrupt() as stop:
         from parallel_synthesis.training.replay import replay
 
+        stop.check()
         try:
             result = replay(target, count, observer=watcher)
         finally:

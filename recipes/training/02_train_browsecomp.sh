@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Stage two of the release: BrowseComp SFT from the general run's late milestone, 302 global steps on 4 logical ranks.
 #
-#   GENERAL_CHECKPOINT  where it starts from [runs/general@general_step_176175]: a checkpoint, a run or RUN@NAME
+#   GENERAL_CHECKPOINT  where it starts from [runs/general@general_step_176175]: a checkpoint, a run, RUN@NAME or a Hub id
 #   DATA_FILE           the training rows, .jsonl or .jsonl.gz [the bundled, filtered file]
 #   NPROC_PER_NODE      processes on this machine [4]; any number that divides run.ranks gives the same bytes
 #   OUTPUT_DIR          directory of the run [runs/browsecomp]

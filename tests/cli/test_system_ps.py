@@ -9,7 +9,7 @@ import pytest
 
 from pscli import system_ps
 
-OUR_SCRIPT = "import sys\nfrom pscli.main import run\nif __name__ == '__main__':\n    sys.exit(run())\n"
+OUR_SCRIPT = "import sys\nfrom pscli.start import run\nif __name__ == '__main__':\n    sys.exit(run())\n"
 FAKE_SYSTEM = "import sys\nprint('SYSTEM', *sys.argv[1:], sep='|')\nsys.exit(7)\n"
 
 

@@ -96,6 +96,24 @@ def test_a_dry_run_for_a_human(ps):
         assert text in shown
 
 
+def test_a_dry_run_ends_as_the_start_would_where_rows_are_refused(ps, small, tmp_path):
+    row = {"question": "q", "gold": "g", "agent_reference_contexts": ["c"]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4 + "{}\n")
+    done = ps("train", small, "--dry-run", "--rows-at", "1")
+    assert done.returncode == 2
+    assert "refused     " in done.stdout and f"{tmp_path}/rows.jsonl:5: question: expected" in done.stdout
+    assert (
+        done.stderr == f"error: a start would be refused: {tmp_path}/rows.jsonl: 1 of 5 rows are not valid\n"
+    )
+    done = ps("train", small, "--dry-run", "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["ok"], document["exit_code"]) == (2, False, 2)
+    assert document["error"]["type"] == document["plan"]["refused"][0]["type"] == "DataError"
+    assert "rows.jsonl:5" in document["error"]["message"] and "rows.jsonl:5" in done.stderr
+    assert document["plan"]["ranks"] == 4
+    assert ps("train", small, "--dry-run", "--set", "data.on_bad_row=skip").returncode == 0
+
+
 @pytest.mark.parametrize("step", ["0", "303"])
 def test_a_step_outside_the_run_is_refused(ps, step):
     done = ps("train", "browsecomp", "--rows-at", step)

@@ -153,7 +153,8 @@ def test_a_run_without_anything_to_judge_by(run: Path, verdict: Callable[..., An
     (run / "run_args.json").write_text('{"method": "fixed_parallel_kv"}')  # the reference's
     (run / "step_checkpoints" / "step_000000005").mkdir()
     document = verdict(run)
-    assert document["exit_code"] == 2 and "--manifest FILE" in document["error"]["message"]
+    assert document["exit_code"] == 1 and document["counts"]["missing"] == 5
+    assert document["content_checked"] is False and document["structure_only"]
 
 
 def test_the_data_of_a_run(trained: Path, verdict: Callable[..., Any]) -> None:

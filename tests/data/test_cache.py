@@ -17,7 +17,7 @@ import pytest
 
 from parallel_synthesis.data import rows as rows_module
 from parallel_synthesis.data.cache import Entry, cache_directory
-from parallel_synthesis.data.index import RowFile, open_rows
+from parallel_synthesis.data.index import Loose, RowFile, open_rows
 from parallel_synthesis.data.tasks import TASKS
 from parallel_synthesis.errors import DataError, StorageError
 
@@ -69,6 +69,19 @@ def test_bad_rows_are_remembered(write: Writer, row: RowMaker) -> None:
     assert first.bad == second.bad != ()
     with pytest.raises(DataError, match="1 of 3 rows are not valid"):
         open_rows(FLAN, path)
+
+
+def test_loose_extracts_are_remembered(write: Writer, row: RowMaker) -> None:
+    loose = {"agent_reference_contexts": ["a b", "c d"], "agent_extract_contexts": ["a", "c"]}
+    path = write("rows.jsonl", [row(0), row(1, **loose), "x", row(2), row(3, **loose)])
+    for reused in (False, True):
+        file, _ = opened(path, on_bad_row="skip")
+        assert file.reused is reused
+        assert file.loose == Loose(branches=4, rows=2, first_line=2)
+        assert opened(path, on_bad_row="skip", max_rows=3)[0].loose == Loose(branches=2, rows=1, first_line=2)
+        assert opened(path, on_bad_row="skip", max_rows=1)[0].loose.note("flan") is None
+    note = file.loose.note("flan")
+    assert note is not None and note.startswith("flan: 4 branches in 2 rows (first in line 2) whose extract")
 
 
 def rewrite_in_place(path: Path) -> None:

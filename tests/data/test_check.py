@@ -152,6 +152,25 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problem["status"] == "digest" and problem["expected"] == sha(TEXT)
 
 
+def test_loose_extracts_are_told_where_an_index_knows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PARALLEL_SYNTHESIS_CACHE", str(tmp_path / "cache"))
+    row = {"question": "q", "gold": "g", "agent_reference_contexts": ["a b"], "agent_extract_contexts": ["a"]}
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    listed = {"own.jsonl": {"bytes": path.stat().st_size, "sha256": sha(path.read_bytes())}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": listed}))
+    assert call(["verify", "--data", str(path)]) == 0
+    assert "note" not in capsys.readouterr().out
+    open_rows(find_task("own", own=("own",)), path).close()
+    assert call(["verify", "--data", str(path)]) == 0
+    assert "note: own: 1 branch in 1 row (first in line 1) whose extract" in capsys.readouterr().out
+    assert call(["verify", "--data", str(path), "--json"]) == 0
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    assert file["loose"] == {"branches": 1, "rows": 1, "first_line": 1}
+
+
 def test_the_cheap_check_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data" / "flan" / "processed" / "train_in_context_examples.jsonl"
     path.parent.mkdir(parents=True)

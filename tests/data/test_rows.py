@@ -73,6 +73,14 @@ def test_without_extracts_the_whole_context_counts(row: RowMaker, absent: dict[s
     assert made.contexts == made.extracts == ("a", "b")
 
 
+def test_extracts_that_are_not_the_end_of_their_context_are_counted(row: RowMaker) -> None:
+    contexts = ["a b ", " a b", "a b", "a b", "a b", "  "]
+    extracts = [" b", "a b", "", "a", "b a b", "x"]  # the last goes with its context, which is blank
+    given = row(agent_reference_contexts=contexts, agent_extract_contexts=extracts)
+    assert parse_fields(json.dumps(given).encode(), FLAN).loose == 2
+    assert parse_fields(json.dumps(row(drop=("agent_extract_contexts",))).encode(), FLAN).loose == 0
+
+
 def test_2wiki_may_give_contexts_and_no_references(row: RowMaker) -> None:
     bare = row(
         drop=("agent_reference_contexts", "agent_extract_contexts", "references"), contexts=["a", "b "]

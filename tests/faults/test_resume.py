@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -466,61 +466,40 @@ raise SystemExit(call(sys.argv[1:]))
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place]).returncode
-    ):
-        pytest.skip("a small file system needs root and mount; the file-size limit tests run everywhere")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+def disk(small_disk: Callable[[str], Path]) -> Path:
+    return small_disk("4m")
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(
-    ps: Ps, recipe: Path, whole: Path, hashes: Hashes, small_disk: Path
+    ps: Ps, recipe: Path, whole: Path, hashes: Hashes, disk: Path
 ) -> None:
-    out = small_disk / "run"
-    result = ps("train", recipe, "--out", out, script=FILL, env={"FILLED": str(small_disk)})
+    out = disk / "run"
+    result = ps("train", recipe, "--out", out, script=FILL, env={"FILLED": str(disk)})
     assert result.returncode == 3, result.stderr
     assert re.search(rf"{out}\S+.*(No space left|free some space)", result.stderr)
     assert ps("verify", out).returncode == 0  # step 0 and 2 are whole
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     result = ps("resume", out)
     assert result.returncode == 0, result.stderr
     same_end(out, whole, hashes)
 
 
-def test_a_full_disk_ends_all_ranks(
-    recipe: Path, small_disk: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    script = tmp_path / "fill.py"
-    script.write_text(FILL)
-    out = small_disk / "run"
+def test_a_full_disk_ends_all_ranks(recipe: Path, disk: Path, torchrun: Ps) -> None:
     started = time.monotonic()
-    result = subprocess.run(
-        [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-            *[script, "train", recipe, "--out", out],
-        ],
-        capture_output=True,
-        text=True,
-        env=environment | {"FILLED": str(small_disk)},
-        timeout=120,
-    )
+    env = {"FILLED": str(disk)}
+    result = torchrun(2, "train", recipe, "--out", disk / "run", script=FILL, env=env)
     assert result.returncode != 0
     assert "free some space" in result.stderr
     assert time.monotonic() - started < 90
 
 
-def test_too_small_a_disk_is_refused_before_the_first_step(ps: Ps, recipe: Path, small_disk: Path) -> None:
-    with (small_disk / "filler").open("wb") as file:
+def test_too_small_a_disk_is_refused_before_the_first_step(ps: Ps, recipe: Path, disk: Path) -> None:
+    with (disk / "filler").open("wb") as file:
         file.write(bytes(3_800_000))
-    result = ps("train", recipe, "--out", small_disk / "run")
+    result = ps("train", recipe, "--out", disk / "run")
     assert result.returncode == 3
     assert re.search(r"need [\d,]+ bytes at their most, [\d,]+ are free", result.stderr)
-    assert not (small_disk / "run").exists()
+    assert not (disk / "run").exists()
 
 
 def test_a_pickle_with_code_is_never_executed(ps: Ps, stopped: Path, tmp_path: Path) -> None:

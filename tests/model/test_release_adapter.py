@@ -259,6 +259,54 @@ def test_through_two_runs_without_them(shaped: Shaped, dropped: Path, ps: Ps, tm
     assert embeddings(tmp_path / "whole" / ADAPTER) == embeddings(shaped.release / ADAPTER)
 
 
+def test_a_merge_passes_on_what_was_left_out(
+    kept: Path, dropped: Path, ps: Ps, hashes: Hashes, tmp_path: Path
+) -> None:
+    """Merged without them and exported, it is the merge of those that have them, byte for byte."""
+    for name, run in (("whole", kept), ("merged", dropped)):
+        result = ps("merge", run, f"{run}@tiny_step_2", "--out", tmp_path / name)
+        ok(result)
+    assert "puts them back" in result.stderr
+    record = json.loads((tmp_path / "merged" / "checkpoint_meta.json").read_text())["embeddings"]
+    assert record == json.loads((dropped / "checkpoint_meta.json").read_text())["embeddings"]
+    assert not embeddings(tmp_path / "merged" / ADAPTER)
+    ok(ps("snapshot", tmp_path / "merged", "--export", tmp_path / "exported"))
+    ok(ps("verify", tmp_path / "exported"))
+    for name in ("cache_mapper.pt", ADAPTER, "judger_lora/adapter_config.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for name in ("exported", "whole"):
+        meta = json.loads((tmp_path / name / "checkpoint_meta.json").read_text())
+        assert meta["embeddings"] == record | {"saved": True}
+
+
+def test_a_merge_of_some_with_and_some_without(
+    shaped: Shaped, kept: Path, dropped: Path, ps: Ps, tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    pair = (f"{kept}@tiny_step_2", dropped)
+    for more in ((), ("--missing", "zero")):
+        refused = ps("merge", *pair, "--out", out, *more)
+        assert refused.returncode == 2
+        assert re.search(
+            rf"embeddings: B was saved without its embeddings of {shaped.tokens} rows .*, A has them: put them "
+            rf"back by `ps snapshot {dropped} --export DEST`",
+            refused.stderr,
+        )
+        assert not out.exists()
+    ok(ps("merge", *pair, "--out", out, "--missing", "copy"))
+    assert embeddings(out / ADAPTER) == embeddings(kept / ADAPTER)
+    assert json.loads((out / "checkpoint_meta.json").read_text())["embeddings"]["saved"] is True
+    other = tmp_path / "other"
+    shutil.copytree(dropped / "milestones/tiny_step_2", other)
+    meta = json.loads((other / "checkpoint_meta.json").read_text())
+    meta["embeddings"]["rows"] += 1
+    (other / "checkpoint_meta.json").chmod(0o644)
+    (other / "checkpoint_meta.json").write_text(json.dumps(meta))
+    refused = ps("merge", dropped, other, "--out", tmp_path / "no", "--missing", "copy")
+    assert refused.returncode == 2
+    assert f"B embeddings of {shaped.tokens + 1} rows" in refused.stderr
+
+
 def test_an_export_says_what_is_missing(shaped: Shaped, ps: Ps, tmp_path: Path) -> None:
     release = tmp_path / "release"
     shutil.copytree(shaped.release, release)

@@ -161,6 +161,7 @@ def cache(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(Path(*[".."] * (len(name.parts) + 1), "blobs", blob))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return repository
 
 

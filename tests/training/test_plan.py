@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -141,11 +143,36 @@ def test_bad_rows(config, tmp_path):
         file.write("{}\n")
     refused = plan(config(), cache=tmp_path / "cache")
     assert refused.total_steps is None
-    assert any("b.jsonl:7" in text for text in refused.missing)
+    assert ["b.jsonl:7" in str(error) for error in refused.refused] == [True]
+    assert refused.missing == ()
     with pytest.raises(DataError, match="unknown"):
         rows_at(config(), refused, 1)
     skipped = plan(config("data.on_bad_row=skip"), cache=tmp_path / "cache")
+    assert skipped.refused == ()
     assert [(t.rows, t.bad_rows) for t in skipped.tasks] == [(13, 0), (6, 1)]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_data_that_is_no_file_is_refused_as_a_start_would(config, tmp_path, make):
+    (tmp_path / "b.jsonl").unlink()
+    make(tmp_path / "b.jsonl")
+    (error,) = plan(config(), cache=tmp_path / "cache").refused
+    assert "b.jsonl: expected a .jsonl or .jsonl.gz file for task b, found" in str(error)
+
+
+def test_extracts_that_are_not_the_end_of_their_context_are_told(config, tmp_path):
+    contexts = {"agent_reference_contexts": ["one two", "three"], "agent_extract_contexts": ["one", "three"]}
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "q", "gold": "g", **contexts}) + "\n")
+    (warning,) = plan(config(), cache=tmp_path / "cache").warnings
+    assert warning.startswith(
+        "b: 1 branch in 1 row (first in line 7) whose extract is not the end of its context"
+    )
+    assert plan(config("data.max_rows=6"), cache=tmp_path / "cache").warnings == ()
+    (error,) = plan(config("data.max_rows=3"), cache=tmp_path / "cache").refused  # a start says the same
+    assert str(error).startswith("no task has the 4 rows that one step takes")
+    generated = config("run.method=parallel_kv")  # where the branches of the file are not read
+    assert plan(generated, cache=tmp_path / "cache").warnings == ()
 
 
 def test_own_data_that_is_absent_has_no_count(config, tmp_path):
@@ -186,10 +213,40 @@ def test_task_names(tmp_path):
     for sets, expected in [
         (["data.tasks=flann"], "did you mean flan"),
         (["data.tasks=lmsys,lmsys_chat"], "more than once, by different names"),
-        (["data.files.wildchatt=x"], "did you mean wildchat?"),
+        (
+            ["data.files.wildchatt=x"],
+            r"data\.files\.wildchatt: no such task in data\.tasks; did you mean wildchat\?",
+        ),
+        (
+            ["evaluate.files.flann=x"],
+            r"evaluate\.files\.flann: no such task in data\.tasks; did you mean flan\?",
+        ),
+        (
+            ["data.files.mine=x"],
+            r"data\.files\.mine: no such task in data\.tasks; expected one of them \(wildchat",
+        ),
     ]:
         with pytest.raises(ConfigError, match=expected):
             load(*sets)
+
+
+def test_files_of_tasks_that_a_run_does_not_take(config):
+    """A typo would read another file, or none, unseen; but a shared recipe may name files of more tasks."""
+    taken = config(
+        "data.tasks=a", "data.files.flan=x.jsonl"
+    ).data  # b is a task of the recipe, flan a known one
+    assert (taken.tasks, set(taken.files)) == (("a",), {"a", "b", "flan"})
+    config("data.files.other=o.jsonl", "evaluate.files.other=held.jsonl")  # held out, not trained on
+    with pytest.raises(ConfigError) as refused:
+        config("data.files.aa=x", "evaluate.files.bb=x")
+    assert refused.value.problems == (
+        "data.files.aa: no such task in data.tasks; did you mean a?",
+        "evaluate.files.bb: no such task in data.tasks; did you mean b?",
+    )
+    with pytest.raises(ConfigError) as refused:  # one problem, not two
+        config("data.tasks=aa,b", "data.files={aaa = 'x', b = 'y'}")
+    assert [problem.split(".")[0] for problem in refused.value.problems] == ["data"]
+    assert "there is no task 'aa' (did you mean aaa?)" in refused.value.problems[0]
 
 
 def test_missing_inputs(config, tmp_path):

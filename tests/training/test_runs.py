@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -252,10 +251,9 @@ def test_a_bad_row_is_refused_before_the_first_step_with_file_line_and_field(
 
 
 def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(
-    tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]
+    tiny_recipe: Recipe, tmp_path: Path, torchrun: Ps
 ) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(
+    script = (
         "import os, sys\n"
         "from parallel_synthesis.errors import DataError\n"
         "from parallel_synthesis.training import step\n"
@@ -271,16 +269,7 @@ def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(
         "raise SystemExit(call(sys.argv[1:]))\n"
     )
     started = time.monotonic()
-    result = subprocess.run(
-        [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script],
-            *["train", str(tiny_recipe()), "--out", str(tmp_path / "out")],
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-    )
+    result = torchrun(4, "train", tiny_recipe(), "--out", tmp_path / "out", script=script)
     assert result.returncode != 0
     ours = [line for line in result.stderr.splitlines() if "rank 2" in line or "another rank" in line]
     assert "row 17 of rank 2 is gone" in ours[0]
@@ -288,10 +277,9 @@ def test_a_ranks_own_error_comes_first_and_ends_the_job_within_seconds(
 
 
 def test_replicas_that_part_stop_the_run_and_name_the_tensor(
-    tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str]
+    tiny_recipe: Recipe, tmp_path: Path, torchrun: Ps
 ) -> None:
-    script = tmp_path / "parting.py"
-    script.write_text(
+    script = (
         "import os, sys\n"
         "from parallel_synthesis.training import step\n"
         "update = step.Stepper.update\n"
@@ -303,16 +291,7 @@ def test_replicas_that_part_stop_the_run_and_name_the_tensor(
         "from pscli.main import call\n"
         "raise SystemExit(call(sys.argv[1:]))\n"
     )
-    result = subprocess.run(
-        [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
-            *["train", str(tiny_recipe()), "--out", str(tmp_path / "out")],
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-    )
+    result = torchrun(2, "train", tiny_recipe(), "--out", tmp_path / "out", script=script)
     assert result.returncode != 0
     assert (
         "step 2: tensor cache_mapper.net.2.weight of process 1 differs from that of process 0"
@@ -363,29 +342,20 @@ def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_row(
 
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 2)])
 def test_a_stop_signal_saves_the_step_and_exits_75(
-    tiny_recipe: Recipe, tmp_path: Path, environment: dict[str, str], number: signal.Signals, nproc: int
+    ps: Any, tiny_recipe: Recipe, tmp_path: Path, number: signal.Signals, nproc: int
 ) -> None:
     out = tmp_path / "out"
     recipe = tiny_recipe(run={"epochs": 100000}, checkpoint={"every": 0})
-    command = [
-        sys.executable,
-        "-m",
-        "pscli",
-        "train",
-        recipe,
-        "--out",
-        out,
-        *(["--nproc", str(nproc)] if nproc > 1 else []),
-    ]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment)
+    process = ps.start("train", recipe, "--out", out, *(["--nproc", nproc] if nproc > 1 else []))
     deadline = time.monotonic() + 60
     while not (out / "train.log").exists() or len(log_lines(out)) < 3:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        if time.monotonic() > deadline:
+            process.signal(signal.SIGKILL)
+            pytest.fail(process.wait().stderr)
         time.sleep(0.05)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
+    process.signal(number)
+    result = process.wait()
+    assert result.returncode == 75, result.stderr
     last = log_lines(out)[-1]
     found = re.fullmatch(rf"\[stop\] signal={number.name} step=(\d+) checkpoint=(\S+)", last)
     assert found is not None, last

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from parallel_synthesis.training.log_columns import UNKNOWN, Chunk
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 CAPACITY = 512  # blocks
+_MOST_REASONS = 50  # as of tasks: noise must not fill the memory
+OTHER_REASON = "(other reasons)"
 # What is summed for each block and task. loss: nats times tokens over finite updates, weighed by `finite_tokens`.
 FIELDS = (
     "updates",
@@ -101,19 +105,21 @@ class Blocks:
             "nonfinite": ~finite & ~skipped,
         }
         for name, weights in values.items():
-            if weights.any():
-                added = np.bincount(key, weights=weights, minlength=count * width)
-                self.sums[low : low + count, :, FIELD[name]] += added.reshape(count, width)
-        if np.isfinite(memory).any():
-            np.maximum.at(self.memory, block, np.nan_to_num(memory, nan=0.0, posinf=0.0))
-        for place in np.flatnonzero(skipped):
-            for reason in chunk.skips[int(chosen[place])]:
-                counts = self.reasons.get(reason)
-                if counts is None:
-                    counts = self.reasons.setdefault(
-                        reason if len(self.reasons) < 50 else "(other reasons)", np.zeros(CAPACITY)
-                    )
-                counts[block[place]] += 1
+            added = np.bincount(key, weights=weights, minlength=count * width)
+            self.sums[low : low + count, :, FIELD[name]] += added.reshape(count, width)
+        known = np.isfinite(memory)
+        np.maximum.at(self.memory, block[known], memory[known])
+        found = zip(chosen[skipped].tolist(), block[skipped].tolist(), strict=True)
+        self._add_reasons(Counter((reason, at) for place, at in found for reason in chunk.skips[place]))
+
+    def _add_reasons(self, found: Mapping[tuple[str, int], int]) -> None:
+        """(reason, block) -> ranks' skips."""
+        import numpy as np
+
+        for (reason, block), count in found.items():
+            if reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+                reason = OTHER_REASON
+            self.reasons.setdefault(reason, np.zeros(CAPACITY))[block] += count
 
     def add_memory(self, chunk: Chunk) -> None:
         """Peaks of [cuda-memory] records; those of superseded steps count too, a peak is a peak."""

@@ -25,6 +25,7 @@ from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.tasks import TASKS, Task
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import manifest
+from parallel_synthesis.provenance.inside import Inside
 from parallel_synthesis.provenance.safetensors_header import DTYPE_BITS, read_header
 from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.provenance.torch_file import TensorLook, look
@@ -78,9 +79,10 @@ def inspect_checkpoint(path: Path) -> CheckpointReport:
     tensors = [*_mapper(path / CACHE_MAPPER), *_safetensors(path / ADAPTER_MODEL)]
     adapter = read_json(path / ADAPTER_CONFIG) if (path / ADAPTER_CONFIG).is_file() else {}
     committed = (path / manifest.MANIFEST).is_file()
-    problems = (
-        [str(problem) for problem in manifest.verify(path, quick=True, extra=False)] if committed else []
-    )
+    found = manifest.verify(path, quick=True, extra=False) if committed else []
+    # Of a Hub repository only what is needed was fetched: a file that is not here is none that is missing there.
+    cached = Inside.of(path).blobs is not None
+    problems = [str(problem) for problem in found if not (cached and problem.kind == "missing")]
     frozen = [tensor for tensor in tensors if tensor.frozen]
     return CheckpointReport(
         path=path,

@@ -169,13 +169,7 @@ def _extent(
     batch = int(config["data"]["batch_size"])
     run = config["run"]
     try:
-        order = Order(
-            {task: rows[task] for task in config["data"]["tasks"]},
-            ranks=run["ranks"],
-            batch_size=batch,
-            seed=run["seed"],
-            steps_per_epoch=run["steps_per_epoch"],
-        )
+        order = recorded_order(config, rows)
     except (DataError, KeyError):
         return None, None, None
     per_epoch = order.steps_per_epoch
@@ -202,6 +196,18 @@ def _extent(
                 else sum(len(epoch.batch(step, rank).rows) for rank in range(run["ranks"]))
             )
     return taken, steps, per_epoch
+
+
+def recorded_order(config: Mapping[str, Any], rows: Mapping[str, int]) -> Order:
+    """The order of a run, from its record's config and each task's rows. KeyError, DataError when they do not give one."""
+    run, data = config["run"], config["data"]
+    return Order(
+        {task: rows[task] for task in data["tasks"]},
+        ranks=run["ranks"],
+        batch_size=data["batch_size"],
+        seed=run["seed"],
+        steps_per_epoch=run["steps_per_epoch"],
+    )
 
 
 def inspect_run(run: Path, *, log: RunLog | None = None, plan: Plan | None = None) -> RunReport:

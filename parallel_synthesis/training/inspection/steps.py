@@ -10,7 +10,7 @@ from typing import Any
 from parallel_synthesis.data.index import open_rows
 from parallel_synthesis.data.tasks import find_task
 from parallel_synthesis.errors import DataError, StorageError
-from parallel_synthesis.training.inspection.run import Plan
+from parallel_synthesis.training.inspection.run import Plan, recorded_order
 from parallel_synthesis.training.inspection.runlog import RunLog
 from parallel_synthesis.training.log_reader import StepLine, parse_line
 
@@ -103,21 +103,12 @@ def inspect_step(log: RunLog, plan: Plan, step: int) -> StepReport:
 
 
 def _from_order(plan: Plan, step: int) -> list[tuple[int, str, int]]:
-    from parallel_synthesis.data.order import Order
-
     if plan.rows is None or plan.total_steps is None or not 1 <= step <= plan.total_steps:
         return []
-    run, data = plan.config["run"], plan.config["data"]
-    order = Order(
-        {task: plan.data[task]["rows"] for task in data["tasks"]},
-        ranks=run["ranks"],
-        batch_size=data["batch_size"],
-        seed=run["seed"],
-        steps_per_epoch=run["steps_per_epoch"],
-    )
+    order = recorded_order(plan.config, {task: entry["rows"] for task, entry in plan.data.items()})
     index, place = divmod(step - 1, order.steps_per_epoch)
     epoch = order.epoch(index)
-    batches = [(rank, epoch.batch(place, rank)) for rank in range(run["ranks"])]
+    batches = [(rank, epoch.batch(place, rank)) for rank in range(order.ranks)]
     return [(rank, batch.task, number) for rank, batch in batches for number in batch.rows]
 
 
