@@ -11,7 +11,7 @@ from parallel_synthesis.training.inspection.report import LogReport
 from parallel_synthesis.training.inspection.run import RunReport
 from parallel_synthesis.training.progress import perplexity
 from pscli.inspect_plots import Plot, lines
-from pscli.output import duration, size
+from pscli.output import batches, duration, size
 
 _STYLE = """
 :root { color-scheme: light dark; --paper:#fff; --card:#f6f7f9; --ink:#1b2430; --soft:#5a6675; --faint:#d5dae1;
@@ -152,7 +152,9 @@ def _facts(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _log_facts(log: LogReport) -> list[tuple[str, str, str]]:
-    facts = [("skips", f"{count:,} {reason}", "") for reason, count in log.skips_by_reason.items()]
+    facts = [
+        ("skipped", f"by {batches(count)}: {reason}", "") for reason, count in log.skips_by_reason.items()
+    ]
     if log.restarts:
         at = ", ".join(f"{restart.from_step:,}" for restart in log.restarts_last[-12:])
         facts.append(

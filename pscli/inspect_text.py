@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from parallel_synthesis.training.inspection.report import LogReport
 from parallel_synthesis.training.inspection.run import RunReport
-from pscli.output import duration, size, table
+from pscli.output import batches, duration, size, table
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -107,7 +107,7 @@ def _progress(log: LogReport, planned: int | None, left: float | None, paint: Pa
     done = f"{log.last_step:,}" + (f" of {planned:,}" if planned is not None else "")
     share = f"{bar(log.last_step / planned, 24)} {log.last_step / planned:.0%}  " if planned else ""
     found = [("steps", f"{share}{done}: {log.updates:,} updates, {log.skipped:,} skipped")]
-    found += [("skipped", f"{count:,} {reason}") for reason, count in log.skips_by_reason.items()]
+    found += [("skipped", f"by {batches(count)}: {reason}") for reason, count in log.skips_by_reason.items()]
     if left is not None:
         found.append(("left", paint(f"about {duration(left)}", "good")))
     if log.every > 1:

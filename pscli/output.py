@@ -223,6 +223,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def batches(count: int) -> str:
+    """A step is skipped for one batch of one rank or several, so these can be more than the steps."""
+    return f"{count:,} batch{'es' * (count != 1)}"
+
+
 def duration(seconds: float) -> str:
     """12 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     whole = round(seconds)

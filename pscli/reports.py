@@ -9,7 +9,7 @@ from typing import Any
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.events import Evaluation, TrainResult
 from parallel_synthesis.training.plan import Plan, RankRows
-from pscli.output import duration, plain, size, table
+from pscli.output import batches, duration, plain, size, table
 
 
 def recipe(resolved: Resolved) -> str:
@@ -114,7 +114,7 @@ def ending(resolved: Resolved, result: TrainResult) -> str:
         f"trained {resolved.name}: {result.step:,} steps, {result.optimizer_steps:,} updates, "
         f"{result.skipped_steps:,} skipped, mean loss {result.loss:.4f}, {duration(result.seconds)}"
     ]
-    lines += [f"  skipped {count:,}: {reason}" for reason, count in result.skips_by_reason.items()]
+    lines += [f"  skipped by {batches(count)}: {reason}" for reason, count in result.skips_by_reason.items()]
     if result.generated:
         tokens, dropped = result.generated["tokens"], result.generated["workers_dropped"]
         lines.append(

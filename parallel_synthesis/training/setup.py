@@ -60,8 +60,12 @@ def start_run(
         observer.warning(text)
     if processes.is_first:
         check_disk(paths, engine, observer)
-        for told in filter(None, map(difference, engine.files.values())):
-            observer.warning(f"{told}; `ps verify --data` tells more. The run goes on with the file as it is")
+        told = list(filter(None, map(difference, engine.files.values())))
+        if told:
+            more = f" ({len(told) - 1} more of the run's files differ)" if len(told) > 1 else ""
+            observer.warning(
+                f"{told[0]}{more}; `ps verify --data` tells more. The run goes on with what is there"
+            )
         make_out(paths, overwrite=overwrite, observer=observer)
         record.write(paths)
         log = LogWriter(paths.train_log, ranks=config.run.ranks)
