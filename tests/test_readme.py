@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ BLOCKS = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
 def commands(block: str) -> list[tuple[str, list[str]]]:
-    """[(command, the lines shown below it)] of a console block."""
+    """[(command, the lines shown below it)] of a console block. What `make` runs is shown with its own prompts."""
     found: list[tuple[str, list[str]]] = []
     for line in block.splitlines():
-        if line.startswith("$ "):
+        if line.startswith("$ ") and not (found and found[-1][0].startswith("make ")):
             found.append((line.removeprefix("$ "), []))
         elif line.strip() and line.strip() != "...":
             found[-1][1].append(line)
@@ -50,6 +51,14 @@ def test_the_commands_of_the_readme_do_what_it_shows(environment: dict[str, str]
         f"#!{sys.executable}\nimport sys\nfrom pscli.start import run\nsys.argv[0] = 'ps'\nrun()\n"
     )
     script.chmod(0o755)
+    shims = {  # the same targets, without the installation
+        "make": f"{shutil.which('make')} -C {ROOT} -o install BIN={scripts}",
+        "python": sys.executable,
+    }
+    for name, command in shims.items():
+        (scripts / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (scripts / name).chmod(0o755)
+    environment["RELEASE_DEMO"] = str(tmp_path / "runs" / "release-demo")
     environment["PATH"] = f"{scripts}:{environment['PATH']}"
     ran = 0
     for block in BLOCKS:
