@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel_synthesis.recipe import BROWSECOMP
-from parallel_synthesis.values import nearest
+from parallel_synthesis.recipe import BROWSECOMP, sections
+from parallel_synthesis.values import nearest, to_field
 
 RECIPE_NAME = "mixed_train"  # of a run whose settings came as flags; names its milestones
 STEP_CHECKPOINTS, LATEST = "step_checkpoints", "latest"
@@ -201,6 +201,7 @@ def settings(flags: Mapping[str, Any], *, recorded: bool = False) -> Settings:
     own: dict[str, Any] = {}
     warnings: list[str] = []
     problems: list[str] = []
+    types = sections()
     for name, given in flags.items():
         flag = FLAGS.get(name)
         if flag is None:
@@ -216,7 +217,12 @@ def settings(flags: Mapping[str, Any], *, recorded: bool = False) -> Settings:
         elif name in _OURS:
             own[name] = value
         elif flag.target is not None:
-            fields[flag.target] = value
+            # Here, where the flag's name is known: later it would be told of as a --set that nobody typed.
+            expected = _unfit(flag.target, value, types)
+            if expected is not None:
+                problems.append(f"--{name} {given}: expected {expected}")
+            else:
+                fields[flag.target] = value
         elif flag.refused and value is not None:
             problems.append(f"--{name} {given}: {flag.why}; leave it out")
         elif not flag.refused and not recorded:
@@ -233,6 +239,12 @@ def settings(flags: Mapping[str, Any], *, recorded: bool = False) -> Settings:
         warnings=warnings,
         problems=problems,
     )
+
+
+def _unfit(target: str, value: Any, types: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What a field expects, when it is something else than the value."""
+    section, key, *inner = target.split(".", 2)
+    return None if value is None else to_field(value, str if inner else types[section][key])[1]
 
 
 def _value(flag: Flag, given: Any) -> tuple[Any, str | None]:

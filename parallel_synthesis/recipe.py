@@ -32,6 +32,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "ATTN_IMPLEMENTATION": "backbone.attention",
     "DATA_FILE": f"data.files.{BROWSECOMP}",  # read only by a run that has this task
 }
+_HUB = "hf://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Complete = Callable[[Config, Sequence[str]], tuple[Config, list[str]]]
@@ -280,6 +281,12 @@ class _Builder:
             self.problems.append(f"{shown}: expected {expected}")
             self.broken.add(f"{section}.{field}")
             return
+        if name == "backbone.model" and typed.startswith(_HUB):
+            typed, problem = _without_scheme(typed)
+            if problem is not None:
+                self.problems.append(f"{shown}: {problem}")
+                self.broken.add(name)
+                return
         if key is not None:
             typed = {**self._values[section].get(field, {}), key: typed}
         self._values[section][field] = typed
@@ -295,6 +302,18 @@ class _Builder:
     def build(self, name: str) -> Config:
         parts = {section: _section_class(section)(**values) for section, values in self._values.items()}
         return Config(recipe=name, **parts)
+
+
+def _without_scheme(model: str) -> tuple[str, str | None]:
+    """The plain id of hf://OWNER/NAME, which is what records and adapters keep, or why there is none."""
+    plain, at, revision = model.removeprefix(_HUB).partition("@")
+    if at:
+        return plain, f"give {_HUB}{plain}, and {revision!r} as backbone.revision"
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", plain, re.ASCII):
+        return plain, f"expected {_HUB}OWNER/NAME"
+    if Path(plain).exists():  # the plain id would mean it, now and at every resume
+        return plain, f"there is a local path {plain}, which would be taken for it; rename that"
+    return plain, None
 
 
 def recipe_schema() -> dict[str, Any]:

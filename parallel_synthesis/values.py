@@ -29,9 +29,19 @@ def from_text(text: str, hint: Any) -> object:
     if inner is str or get_origin(inner) is Literal:
         return parsed if isinstance(parsed, str) else text  # a revision like 123 is text, not a number
     if get_origin(inner) is tuple and not isinstance(parsed, list):
-        element = get_args(inner)[0]
-        return [from_text(part.strip(), element) for part in text.split(",")] if text else []
+        return _list(text, get_args(inner)[0])
     return parsed
+
+
+def _list(text: str, element: Any) -> object:
+    """`a,b` or `[a, b]`, of bare words too: a shell takes the quotes of TOML away. The text itself when it is neither."""
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if any(mark in inside for mark in "[]{}"):
+        return text  # half a list, or lists in it: for to_field to refuse
+    parts = [part.strip() for part in inside.split(",")]
+    if inside is not text and not parts[-1]:
+        parts.pop()  # TOML allows a comma at the end
+    return [from_text(part, element) for part in parts] if inside.strip() else []
 
 
 def to_field(value: object, hint: Any) -> tuple[Any, str | None]:
@@ -51,7 +61,8 @@ def to_field(value: object, hint: Any) -> tuple[Any, str | None]:
     if origin is tuple:
         element = get_args(hint)[0]
         if not isinstance(value, list | tuple):
-            return None, f"a list of {_plural(element)}"
+            example = "[1, 2]" if element is int else '["a", "b"]'
+            return None, f"a list of {_plural(element)}, such as {example}"
         results = [to_field(item, element) for item in value]
         bad = any(expected is not None for _, expected in results)
         return (None, f"a list of {_plural(element)}") if bad else (tuple(v for v, _ in results), None)

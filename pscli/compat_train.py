@@ -11,27 +11,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from parallel_synthesis import compat
+from parallel_synthesis.config import OFF, Config
 from parallel_synthesis.errors import ConfigError, ParallelSynthesisError
+from parallel_synthesis.recipe import sections
 from parallel_synthesis.resources import resource
 from pscli.output import Output, table
+from pscli.start import Stops
 
 PROGRAM = "parallel-synthesis-train"
 
 
-def run() -> None:
+def run(stops: Stops) -> None:
     """Runs the call in sys.argv (pscli/start.py): never returns."""
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:], stops=stops))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, stops: Stops | None = None) -> int:
     """Translates the call and runs it; returns its exit code, by the table of `ps`."""
     from pscli.main import call, exit_code, split_arguments
 
     words, torchrun = split_arguments(arguments)
-    output = Output.from_call(words, os.environ)
+    output = Output.from_call(words, os.environ, stops=stops)
     if any(word in ("-h", "--help") for word in words):
         output.text(_help())
         return 0
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         for text in warnings:
             output.warning(text)
     tail = ["--", *torchrun] if torchrun else []
-    return call([*translated, *tail], typed=[PROGRAM, *arguments])
+    return call([*translated, *tail], typed=[PROGRAM, *arguments], stops=stops)
 
 
 def translate(
@@ -160,20 +163,48 @@ def _options() -> dict[str, bool]:
 
 
 def _help() -> str:
-    rows = []
-    for name, flag in compat.FLAGS.items():
-        meaning = flag.target or flag.why
-        rows.append((f"--{name}", meaning or _DIRECTORIES[name]))
+    own = (
+        ("--recipe R", "a shipped recipe or a file: its values are the defaults in the place of those below"),
+        ("--nproc N", "processes on this machine [1]; without --recipe their number is run.ranks"),
+        ("--out DIR", "the run's directory, as --parallel_kv_save_dir, which goes first"),
+        ("--set FIELD=VALUE", "any field of a recipe, after the flags"),
+        ("--init CKPT", "components to start from, as --parallel_kv_load_dir"),
+    )
+    rows = [(f"--{name}", _meaning(name, flag)) for name, flag in compat.FLAGS.items()]
     return (
         f"Usage: {PROGRAM} [FLAGS] [OPTIONS of `ps train` and `ps resume`] [-- torchrun's]\n\n"
-        "The reference implementation's flags and the recipe fields they set; `ps train --help` has our own options.\n"
-        "--recipe R takes a recipe's values for what no flag says. Without it, run.ranks is the number of processes.\n\n"
+        "The reference implementation's command: it runs the `ps train` or `ps resume` that its flags mean.\n\n"
+        "Our own options, of which `ps train --help` has the others:\n\n"
+        + table(own, indent=2)
+        + "\n\nThe reference's flags, the recipe fields they set, and [their defaults]:\n\n"
         + table(rows, indent=2)
     )
 
 
+def _meaning(name: str, flag: compat.Flag) -> str:
+    if flag.target is None:
+        mark = "refused above 0: " if flag.refused else "ignored: " if flag.why else ""
+        return mark + (flag.why or _DIRECTORIES[name])
+    section, key, *inner = flag.target.split(".", 2)
+    default = getattr(getattr(Config(), section), key)
+    if inner:
+        shown = "the task's usual file"
+    elif default is None:
+        shown = "not set" + (": all of them" if key in ("max_rows", "steps_per_epoch") else "")
+    elif default in ("", ()):
+        shown = "must be given"
+    elif section == "guards" and default == OFF:
+        shown = "off"
+    else:
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+    hint = sections()[section][key]
+    choices = f", one of {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
+    off = ", -1 = off" if section == "guards" else ""
+    return f"{flag.target}{choices}{off} [{shown}]"
+
+
 _DIRECTORIES = {
-    "parallel_kv_save_dir": "the run's directory, --out",
+    "parallel_kv_save_dir": "the run's directory, --out [checkpoints/mixed_train_METHOD_TASKS_MODEL_TIME]",
     "parallel_kv_load_dir": "components to start from, --init; with --resume_from_global_step the run to go on with",
     "resume_from_global_step": "go on after this step: exactly where a training state is there, else with the order alone",
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from parallel_synthesis.training.inspection.report import LogReport
 from parallel_synthesis.training.inspection.run import RunReport
-from pscli.output import batches, duration, size, table
+from pscli.output import batches, counted, duration, size, table
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -62,7 +62,7 @@ def run(report: RunReport, paint: Paint) -> str:
     lines += aligned(
         [*_progress(log, report.planned_steps, report.seconds_left, paint), *_figures(log, paint)]
     )
-    lines += ["", _tasks(log)]
+    lines += ["", _tasks(log, paint)]
     tail: list[tuple[str, str]] = []
     for milestone in report.milestones:
         there = (
@@ -96,7 +96,7 @@ def log_alone(log: LogReport, paint: Paint) -> str:
         lines.append(paint("no step record in it" if log.lines or log.unfinished_line else "empty", "warn"))
         return "\n".join([*lines, *aligned(_noise(log, paint))])
     lines += aligned([*_progress(log, None, None, paint), *_figures(log, paint)])
-    return "\n".join([*lines, "", _tasks(log)])
+    return "\n".join([*lines, "", _tasks(log, paint)])
 
 
 def aligned(named: Iterable[tuple[str, str]]) -> list[str]:
@@ -106,7 +106,7 @@ def aligned(named: Iterable[tuple[str, str]]) -> list[str]:
 def _progress(log: LogReport, planned: int | None, left: float | None, paint: Paint) -> list[tuple[str, str]]:
     done = f"{log.last_step:,}" + (f" of {planned:,}" if planned is not None else "")
     share = f"{bar(log.last_step / planned, 24)} {log.last_step / planned:.0%}  " if planned else ""
-    found = [("steps", f"{share}{done}: {log.updates:,} updates, {log.skipped:,} skipped")]
+    found = [("steps", f"{share}{done}: {counted(log.updates, 'update')}, {log.skipped:,} skipped")]
     found += [("skipped", f"by {batches(count)}: {reason}") for reason, count in log.skips_by_reason.items()]
     if left is not None:
         found.append(("left", paint(f"about {duration(left)}", "good")))
@@ -209,7 +209,7 @@ def _noise(log: LogReport, paint: Paint) -> list[tuple[str, str]]:
     return found
 
 
-def _tasks(log: LogReport) -> str:
+def _tasks(log: LogReport, paint: Paint) -> str:
     planned = any(task.rows_planned is not None for task in log.tasks)
     rows = []
     for task in log.tasks:
@@ -239,7 +239,11 @@ def _tasks(log: LogReport) -> str:
         "now",
         "ppl",
     )
-    return table(rows, header=header)
+    shown = table(rows, header=header)
+    if any(task.updates and None in (task.loss_at_start, task.loss_now) for task in log.tasks):
+        said = f"at start: until step {log.start_until:,}; now: from step {log.now_from:,}; -: no update of the task there"
+        shown += "\n" + paint(said, "dim")
+    return shown
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -68,7 +68,8 @@ def against(found: Comparison, paint: Paint) -> str:
     lines = [f"{found.one}  against  {found.other}", ""]
     if found.parting is not None:
         part = found.parting
-        lines.append(paint(f"they part at step {part.step:,}", "bad") + f": {part.difference}")
+        apart = "; they did not start from the same weights" if found.same_start is False else ""
+        lines.append(paint(f"they part at step {part.step:,}", "bad") + f": {part.difference}{apart}")
         lines.append(
             f"lines {part.line:,} and {part.other_line:,}; {found.differing:,} of {found.compared:,} differ"
         )
@@ -159,8 +160,10 @@ def coverage(found: Coverage, paint: Paint) -> str:
 def checkpoint(found: CheckpointReport, paint: Paint) -> str:
     """A checkpoint."""
     state = paint("committed", "good") if found.committed else "without a manifest"
-    pairs = [("checkpoint", f"{paint(str(found.path), 'bold')}, {state}")]
-    if found.step is not None:
+    pairs = [("checkpoint", f"{paint(found.source, 'bold')}, {state}")]
+    if found.merge is not None:
+        pairs.append(("merge", _merge(found)))
+    elif found.step is not None:
         pairs.append(
             (
                 "step",
@@ -186,7 +189,8 @@ def checkpoint(found: CheckpointReport, paint: Paint) -> str:
             )
         )
     for parent in found.parents:
-        pairs.append(("parent", f"{parent.get('source', '?')}, step {parent.get('step')}"))
+        step = parent.get("step")
+        pairs.append(("parent", f"{parent.get('source', '?')}" + (f", step {step:,}" if step else "")))
     pairs += [("problem", paint(problem, "bad")) for problem in found.problems]
     rows = [(name, size(count)) for name, count in found.files.items()]
     shapes = [
@@ -225,8 +229,22 @@ def data(found: DataReport, paint: Paint) -> str:
             f"({found.sampled:,} rows looked at)",
         ),
     ]
+    if found.loose.said is not None:
+        pairs.append(("extracts", paint(found.loose.said, "warn")))
     pairs += [("bad row", paint(f"line {line:,}: {problem}", "bad")) for line, problem in found.bad_first]
     return "\n".join(aligned(pairs))
+
+
+def _merge(found: CheckpointReport) -> str:
+    """How it was merged: `average 0.5 A + 0.5 B, mapper of B (release-merge)`."""
+    merge = found.merge or {}
+    weights = merge.get("weights") or {name: merge.get(f"weight_{name}") for name in "ab"}
+    given = " + ".join(f"{weight:g} {name.upper()}" for name, weight in weights.items() if weight is not None)
+    how = merge.get("method") or merge["merge_type"]
+    mapper = merge.get("cache_mapper_source")
+    of = f", mapper of {str(mapper).upper()}" if mapper is not None else ""
+    recipe = f" ({found.recipe})" if found.recipe else ""
+    return f"{how} {given}{of}{recipe}; no step of any run"
 
 
 def _short(value: Any) -> str:

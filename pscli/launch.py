@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,12 @@ from typing import Any
 from parallel_synthesis.errors import ConfigError
 from pscli.output import ARGV_FILE, REPORT_DIRECTORY, RESULT_FILE, Output
 from pscli.running import end_with_parent
+from pscli.start import INTERRUPTED, ignore
 
 DEATHS_FILE = "deaths.json"
 DEBUG = "PSCLI_LAUNCH_DEBUG"
 SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOP_AT_ONCE_AFTER = 2.0  # seconds between two SIGINTs that mean it
 _MORE_THAN_ONE_MACHINE = ("--nnodes", "--rdzv", "--master", "--node-rank", "--standalone")
 _STOP = re.compile(r"\[stop\] signal=(\S+) step=(\d+) checkpoint=(\S+)")
@@ -79,6 +82,7 @@ def launch(
 
     arguments: a worker's. argv: the call as typed, for the run's records. module: what the workers run.
     """
+    output.stops.check()
     log = out / "train.log"
     before = log.stat() if log.is_file() else None
     with tempfile.TemporaryDirectory(prefix="pscli-") as name:
@@ -92,17 +96,29 @@ def launch(
             environment[DEBUG] = "1"
         forwarder = _Forwarder()
         with forwarder.installed():
-            forwarder.child = child = subprocess.Popen(
-                [sys.executable, "-m", "pscli.launch", *command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
+            with _blocked():  # and so for the child, until it has handlers of its own (main, below)
+                forwarder.child = child = subprocess.Popen(
+                    [sys.executable, "-m", "pscli.launch", *command],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                )
             forwarder.forward_waiting()
             code = child.wait()
+            output.stops.settle()  # how it ended is what the child says
         return _conclude(
             output, code, reports=reports, out=out, log_before=before, signalled=bool(forwarder.seen)
         )
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Stop signals wait until the end of the block; those to a process that is started in it, until it wants them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(slots=True)
@@ -115,9 +131,8 @@ class _Forwarder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
         before = {}
-        for number in wanted:
+        for number in _STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in the background, stays so
                 before[number] = signal.signal(number, self._handle)
         try:
@@ -187,9 +202,11 @@ def _conclude(
         return _fail(output, 3, _document("StorageError", problem), said=False)
     if stopped is not None and not (out / "train.log").exists():  # another machine holds the log
         return _fail(output, 75, stopped, said=True)
-    if code < 0 or code == 130:
+    if code < 0 or code == INTERRUPTED:
         if signalled:
-            return _fail(output, 130, _document("KeyboardInterrupt", "interrupted before a save"), said=False)
+            said = any(error["exit_code"] == INTERRUPTED for error in errors)
+            document = _document("KeyboardInterrupt", "interrupted before a save")
+            return _fail(output, INTERRUPTED, document, said=said)
         return _fail(output, 3, _document("PeerError", f"torchrun was killed by signal {-code}"), said=False)
     deaths = reports / DEATHS_FILE
     if deaths.is_file():
@@ -264,6 +281,11 @@ def _value(words: Sequence[str], option: str) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     """The thin entry: torchrun without its own traceback, and with the exit code of the rank at fault."""
+    for number in _STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # At once: there is nothing to end yet, and loading torch may lose an exception and go on.
+            signal.signal(number, _end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     import logging
 
     from torch.distributed import run as torchrun
@@ -279,20 +301,35 @@ def main(arguments: Sequence[str]) -> int:
             logger.addHandler(logging.NullHandler())
             logger.propagate = False
     usage = torchrun.get_args_parser().format_usage()
+    _take_signals_aside()
     try:
-        torchrun.main(_known_only(list(arguments), usage))
+        try:
+            torchrun.main(_known_only(list(arguments), usage))
+        finally:
+            ignore(*_STOP_SIGNALS)  # the workers have ended
     except ChildFailedError as error:
         if debug:
             sys.stderr.write(f"{error}\n")
         return _first_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (SignalException, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     except (RendezvousError, RuntimeError, ValueError, OSError) as error:
         if debug:
             raise
         sys.stderr.write(f"torchrun: {type(error).__name__}: {error} (--debug shows the traceback)\n")
         return 3
     return 0
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _take_signals_aside() -> None:
+    """Has a thread take the stop signals (their handlers run in the main thread all the same), so that the main thread
+    can block them, and with it the workers that it starts: until these have handlers (pscli/start.py), a signal waits."""
+    threading.Thread(target=threading.Event().wait, name="signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
 
 
 def _known_only(arguments: list[str], usage: str) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +26,9 @@ from pscli.commands.train import train
 from pscli.commands.verify import verify
 from pscli.context import Call
 from pscli.output import Output
+from pscli.start import INTERRUPTED, Interrupted, Stops
 
-DONE, CHECK_FAILED, REFUSED, UNEXPECTED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+DONE, CHECK_FAILED, REFUSED, UNEXPECTED, STOPPED = 0, 1, 2, 3, 75
 EXIT_CODES: Sequence[tuple[type[BaseException], int]] = (
     (CheckFailedError, CHECK_FAILED),
     (RefusedError, REFUSED),
@@ -39,25 +39,9 @@ EXIT_CODES: Sequence[tuple[type[BaseException], int]] = (
 )
 _EPILOG = """Exit codes: 0 done; 1 a check failed; 2 refused (usage, config, input); 3 I/O failure or
 unexpected; 75 stopped by a signal after a complete save; 130 interrupted before that."""
-P = ParamSpec("P")
 # typer vendors click or depends on it, by version; its own exports lead to the classes in both cases.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 _ClickError: Any = _UsageError.__bases__[0]
-
-
-class Interrupted(Exception):
-    """A KeyboardInterrupt on its way through typer, which would turn it into a silent exit."""
-
-
-def _interruptible(command: Callable[P, None]) -> Callable[P, None]:
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            raise Interrupted from error
-
-    return wrapped
 
 
 app = typer.Typer(
@@ -97,65 +81,95 @@ def main(
     """
 
 
-app.command("train", epilog="Everything after `--` is passed to torchrun.")(_interruptible(train))
-app.command("resume", epilog="Everything after `--` is passed to torchrun.")(_interruptible(resume))
-app.command("snapshot")(_interruptible(snapshot))
-app.command("merge")(_interruptible(merge))
-app.command("inspect")(_interruptible(inspect))
-app.command("verify")(_interruptible(verify))
+app.command("train", epilog="Everything after `--` is passed to torchrun.")(train)
+app.command("resume", epilog="Everything after `--` is passed to torchrun.")(resume)
+app.command("snapshot")(snapshot)
+app.command("merge")(merge)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
 
 
-def run() -> None:
+def run(stops: Stops) -> None:
     """Runs the call in sys.argv, or hands it over (pscli/start.py): never returns."""
     arguments = sys.argv[1:]
     if Path(sys.argv[0]).name == "ps" and not system_ps.is_ours(arguments, os.environ):
         system_ps.hand_over(arguments, os.environ)
         sys.stderr.write("error: no system ps on PATH to hand this call to; ours is `ps --help`\n")
         raise SystemExit(REFUSED)
-    raise SystemExit(call(arguments))
+    raise SystemExit(call(arguments, stops=stops))
 
 
-def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None) -> int:
-    """Runs one call of ours and returns its exit code. typed: what the user typed, where that was other words."""
+def call(arguments: Sequence[str], *, typed: Sequence[str] | None = None, stops: Stops | None = None) -> int:
+    """Runs one call of ours and returns its exit code. typed: what the user typed, where that was other words.
+
+    stops: the entry's; without one the handlers are there for the call alone.
+    """
+    if stops is None:
+        with Stops().installed() as stops:
+            return call(arguments, typed=typed, stops=stops)
     own, extra = split_arguments(arguments)
-    output = Output.from_call(own, os.environ)
+    output = Output.from_call(own, os.environ, stops=stops)
+    try:
+        try:
+            stops.check()
+            return _run(own, Call(output=output, argv=tuple(typed or arguments), torchrun=extra))
+        except Exception as error:  # noqa: BLE001 - the one place where a defect becomes an exit code
+            return _failed(output, own, error)
+    except KeyboardInterrupt:
+        return _interrupted(output, own)
+
+
+def _run(own: Sequence[str], context: Call) -> int:
+    output = context.output
     if not output.progress:  # huggingface_hub's bars and remarks; the variables are read when it is imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not output.debug:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    try:
-        refuse_unknown_word(own)
-        command = typer.main.get_command(app)
-        code = command.main(
-            args=own,
-            prog_name="ps",
-            standalone_mode=False,
-            complete_var=system_ps.COMPLETION_VARIABLE,
-            obj=Call(output=output, argv=tuple(typed or arguments), torchrun=extra),
-        )
-        return code if isinstance(code, int) else DONE
-    except _ClickError as error:
+    refuse_unknown_word(own)
+    command = typer.main.get_command(app)
+    code = command.main(
+        args=list(own),
+        prog_name="ps",
+        standalone_mode=False,
+        complete_var=system_ps.COMPLETION_VARIABLE,
+        obj=context,
+    )
+    if code == INTERRUPTED and not output.stops.settled:  # typer's, of a KeyboardInterrupt
+        raise Interrupted
+    output.stops.settle()
+    return code if isinstance(code, int) else DONE
+
+
+def _failed(output: Output, own: Sequence[str], error: Exception) -> int:
+    """Tells how a call ended that raised, and returns its exit code."""
+    output.stops.settle()  # an interrupt may have become another error on its way out
+    if isinstance(error, typer.Abort):
+        return _interrupted(output, own)
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+        output.note(error.format_message())  # type: ignore[attr-defined]
+        return REFUSED
+    if isinstance(error, _ClickError):
         output.failure(error, REFUSED, message=_usage_message(error, own))
         return REFUSED
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         # The reader of our output went away (`| head`); nothing can be said to it, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNEXPECTED
-    except (Interrupted, typer.Abort, KeyboardInterrupt):
-        saves = own[:1] in (["train"], ["resume"])
-        message = "interrupted before a complete save" if saves else "interrupted"
-        output.failure(KeyboardInterrupt(), INTERRUPTED, message=message)
-        return INTERRUPTED
-    except (ParallelSynthesisError, OSError) as error:
+    if isinstance(error, ParallelSynthesisError | OSError):
         code = exit_code(error)
         output.failure(error, code, message=_message(error))
         return code
-    except Exception as error:  # noqa: BLE001 - the one place where a defect becomes an exit code
-        text = f"unexpected {type(error).__name__}: {error}"
-        output.failure(
-            error, UNEXPECTED, message=text + ("" if output.debug else " (--debug shows the traceback)")
-        )
-        return UNEXPECTED
+    text = f"unexpected {type(error).__name__}: {error}"
+    output.failure(
+        error, UNEXPECTED, message=text + ("" if output.debug else " (--debug shows the traceback)")
+    )
+    return UNEXPECTED
+
+
+def _interrupted(output: Output, own: Sequence[str]) -> int:
+    message = "interrupted before a complete save" if own[:1] in (["train"], ["resume"]) else "interrupted"
+    output.failure(KeyboardInterrupt(), INTERRUPTED, message=message)
+    return INTERRUPTED
 
 
 def exit_code(error: BaseException) -> int:

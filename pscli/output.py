@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from parallel_synthesis.errors import ConfigError, PeerError
+from pscli.start import Stops
 
 Mode = Literal["human", "json", "quiet"]
 REPORT_DIRECTORY = (
@@ -31,6 +32,7 @@ class Output:
 
     rank: this process among those of the run, None when it is not a worker. Only rank 0 shows data and notes;
     every rank shows its errors. reports: where a worker leaves its document for the process that started it.
+    stops: the stop signals of the call; what tells how it ended settles them.
     """
 
     mode: Mode = "human"
@@ -39,9 +41,12 @@ class Output:
     reports: Path | None = None
     stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
     stderr: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
+    stops: Stops = dataclasses.field(default_factory=Stops)
 
     @staticmethod
-    def from_call(arguments: Sequence[str], environ: Mapping[str, str]) -> Output:
+    def from_call(
+        arguments: Sequence[str], environ: Mapping[str, str], *, stops: Stops | None = None
+    ) -> Output:
         """Read from the raw arguments, so that a usage error is reported in the wanted form too."""
         mode: Mode = "json" if "--json" in arguments else "quiet" if "--quiet" in arguments else "human"
         rank = environ.get("RANK", "")
@@ -51,6 +56,7 @@ class Output:
             debug="--debug" in arguments,
             rank=int(rank) if rank.isdigit() else None,
             reports=Path(reports) if reports else None,
+            stops=stops or Stops(),
         )
 
     @property
@@ -72,7 +78,11 @@ class Output:
             self._write(text if text.endswith("\n") else text + "\n")
 
     def document(self, data: Mapping[str, Any]) -> None:
-        """The one JSON document of a successful call; nothing in the other modes."""
+        """The one JSON document of a successful call; nothing in the other modes. Settles it in all of them.
+
+        Raises Interrupted where a stop signal came before.
+        """
+        self.stops.settle()
         if not self.speaks:
             return
         text = _json({"ok": True, "exit_code": 0, **data})
@@ -82,7 +92,8 @@ class Output:
             self._write(text)
 
     def raw(self, text: str) -> None:
-        """A document that a worker made."""
+        """A document that a worker made; as `document`."""
+        self.stops.settle()
         self._write(text)
 
     def note(self, text: str) -> None:
@@ -109,6 +120,7 @@ class Output:
 
         A worker's document goes to the process that started it; the same message is shown by one rank only.
         """
+        self.stops.settled = True
         text = str(error) if message is None else message
         document = {**(more or {}), **failure_document(error, exit_code, text)}
         if self.debug:
@@ -124,6 +136,7 @@ class Output:
 
     def worker_failure(self, document: Mapping[str, Any], *, said: bool) -> None:
         """The end of a call whose workers failed. said: a worker has shown the message already."""
+        self.stops.settled = True
         if not said:
             self._say(_described(document, None))
         if self.mode == "json":
@@ -221,6 +234,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def counted(count: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def batches(count: int) -> str:

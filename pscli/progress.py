@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_synthesis.training.events import Evaluation, RunStarted, StepRecord, TrainResult
-from pscli.output import Output, duration
+from pscli.output import Output, counted, duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -33,10 +33,11 @@ class Watcher:
         self._bar_task: TaskID | None = None
 
     def started(self, info: RunStarted) -> None:
+        self._output.stops.check()  # until now there was nothing to save, and loading may have lost one
         self._total = info.total_steps
         rows = ", ".join(f"{task} {count:,}" for task, count in info.rows.items())
         self._output.note(
-            f"{info.recipe}: {info.total_steps:,} steps, {info.ranks} rank{'s' * (info.ranks > 1)} on "
+            f"{info.recipe}: {counted(info.total_steps, 'step')}, {info.ranks} rank{'s' * (info.ranks > 1)} on "
             f"{info.processes} process{'es' * (info.processes > 1)}, {info.device}, "
             f"{info.trainable_parameters:,} trainable parameters\nrows: {rows}\nrun: {info.out}"
         )
@@ -72,6 +73,7 @@ class Watcher:
         )
 
     def finished(self, result: TrainResult) -> None:
+        self._output.stops.settle()  # the run is complete: a signal comes too late
         self.close()
         self._total = result.total_steps
 

@@ -9,7 +9,7 @@ from typing import Any
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.events import Evaluation, TrainResult
 from parallel_synthesis.training.plan import Plan, RankRows
-from pscli.output import batches, duration, plain, size, table
+from pscli.output import batches, counted, duration, plain, size, table
 
 
 def recipe(resolved: Resolved) -> str:
@@ -64,6 +64,11 @@ def plan(resolved: Resolved, planned: Plan, *, step: int | None, rows: Sequence[
         f"{'s' * (planned.epochs > 1)} of {_count(planned.steps_per_epoch)}; "
         f"{planned.ranks} rank{'s' * (planned.ranks > 1)} x batch {planned.batch_size}",
     ]
+    if planned.init is not None:
+        about = [f"recipe {planned.init.recipe}"] if planned.init.recipe is not None else []
+        about += [f"step {planned.init.step:,}"] if planned.init.step is not None else []
+        told = f" ({', '.join(about)})" if about else ""
+        lines.append(f"starts      from the components of {planned.init.source}{told}")
     if planned.trainable_parameters is not None:
         lines.append(f"trains      {planned.trainable_parameters:,} parameters")
     if planned.saves is not None:
@@ -80,7 +85,8 @@ def plan(resolved: Resolved, planned: Plan, *, step: int | None, rows: Sequence[
             f"disk        {size(planned.disk.needed)} ({size(planned.disk.checkpoint)} a checkpoint){free}"
         )
     else:
-        lines.append("disk        unknown: the backbone's shapes or the number of steps are not known")
+        what = "number of steps" if planned.total_steps is None else "number of trained parameters"
+        lines.append(f"disk        unknown: the {what} is not known")
     lines.append(
         f"device      {resolved.config.backbone.device}{_device_note(resolved.config.backbone.device)}"
     )
@@ -111,7 +117,7 @@ def plan_document(
 def ending(resolved: Resolved, result: TrainResult) -> str:
     """The end of a run for a human: what happened, what was made, what to try next."""
     lines = [
-        f"trained {resolved.name}: {result.step:,} steps, {result.optimizer_steps:,} updates, "
+        f"trained {resolved.name}: {counted(result.step, 'step')}, {counted(result.optimizer_steps, 'update')}, "
         f"{result.skipped_steps:,} skipped, mean loss {result.loss:.4f}, {duration(result.seconds)}"
     ]
     lines += [f"  skipped by {batches(count)}: {reason}" for reason, count in result.skips_by_reason.items()]
@@ -156,8 +162,10 @@ def _when(item: Evaluation, all_of_them: Sequence[Evaluation]) -> str:
 
 def _next(resolved: Resolved, result: TrainResult) -> list[tuple[str, str]]:
     if resolved.name == "demo":
+        count = min(20, result.step)  # step 0 is always kept, so as many as there are can be done again
+        prove = ("prove that its steps repeat", f"ps verify {result.out} --replay {count}")
         return [
-            ("prove that its steps repeat", f"ps verify {result.out} --replay 20"),
+            *([prove] if count else []),
             *(("go back and on again", f"ps resume {result.out}@{name}") for name in result.milestones[:1]),
             ("the same bytes on two processes", "ps train demo --nproc 2"),
             ("the recipe, to edit and train", "ps train demo --show > own.toml"),

@@ -1,4 +1,4 @@
-"""What the commands that compute share: which role this process has, torchrun's start, stop signals, the typed call."""
+"""What the commands that compute share: which role this process has, torchrun's start, the typed call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from parallel_synthesis.config import Config
 from parallel_synthesis.errors import ConfigError
@@ -67,39 +64,6 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
-@dataclass(slots=True)
-class StopSignals:
-    """Whether one came. Loading torch may lose an interrupt (its C code imports numpy and goes on without)."""
-
-    came: bool = False
-
-    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self.came = True
-        raise KeyboardInterrupt
-
-    def check(self) -> None:
-        """After torch is loaded: raises KeyboardInterrupt if one came."""
-        if self.came:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def stop_signals_interrupt() -> Iterator[StopSignals]:
-    """Until the loop takes over there is nothing to save: a stop signal ends the call as Ctrl-C does."""
-    stop = StopSignals()
-    wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {
-        number: signal.signal(number, stop.interrupt)
-        for number in wanted
-        if signal.getsignal(number) is not signal.SIG_IGN  # of a job in the background, say
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def trained(
     call: Call,
     resolved: Resolved,
@@ -114,22 +78,21 @@ def trained(
     from pscli.progress import Watcher
 
     watcher = Watcher(call.output, log_every=resolved.config.log.every)
-    with stop_signals_interrupt() as stop:
-        # Here, not at the top: this loads torch.
-        from parallel_synthesis.training import loop
+    # Here, not at the top: this loads torch.
+    from parallel_synthesis.training import loop
 
-        stop.check()
-        try:
-            result = loop.train(
-                resolved,
-                out=out,
-                observer=watcher,
-                init=init,
-                overwrite=overwrite,
-                argv=typed_arguments(call),
-                order_from_step=order_from_step,
-            )
-        finally:
-            watcher.close()
+    call.output.stops.check()  # loading torch may lose an interrupt
+    try:
+        result = loop.train(
+            resolved,
+            out=out,
+            observer=watcher,
+            init=init,
+            overwrite=overwrite,
+            argv=typed_arguments(call),
+            order_from_step=order_from_step,
+        )
+    finally:
+        watcher.close()
     call.output.text(reports.ending(resolved, result))
     call.output.document(reports.result_document(resolved, result))

@@ -29,6 +29,9 @@ def exit_code(problems: Sequence[Problem]) -> int:
 
 def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
     code = exit_code(report.problems)
+    foreign = next((problem for problem in report.problems if problem.kind == "backbone"), None)
+    # It explains all the others.
+    problems = sorted(report.problems, key=lambda problem: problem is not foreign)
     output.document(
         {
             "ok": code == 0,
@@ -40,7 +43,7 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
             "counts": report.counts,
             "bytes_hashed": report.bytes_hashed,
             "seconds": report.seconds,
-            "problems": described(report.problems),
+            "problems": described(problems),
             "complete": report.complete,
             "checkpoints": report.checkpoints,
             "digests": report.digests,
@@ -50,7 +53,12 @@ def tell(output: Output, given: str, report: Report, *, released: bool) -> None:
     )
     going_on = all(problem.kind == "incomplete" for problem in report.problems)
     next_ = f"go on with it: ps resume {given}" if going_on else _RESTORE
-    fail(output, given, report.problems, next_)
+    first = None
+    if foreign is not None:
+        whose = f"the backbone of {Path(report.manifest or '').name}, {foreign.expected}"
+        first = f"this is no checkpoint of {whose}, but of {foreign.actual or 'another one'}"
+        next_ = f"judge it by its own manifest: ps verify {given}"
+    fail(output, given, problems, next_, first=first)
     many = f"{len(report.checkpoints)} checkpoints, " if len(report.checkpoints) > 1 else ""
     files = f"{len(report.digests)} file{'s' * (len(report.digests) != 1)}"
     lines = [f"{given}: {many}{files}: every byte is as its manifest says, and the parts belong together"]
@@ -103,8 +111,10 @@ def described(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     ]
 
 
-def fail(output: Output, given: str, problems: Sequence[Problem], next_: str) -> None:
-    """Ends the call when there are problems; the document has been printed."""
+def fail(
+    output: Output, given: str, problems: Sequence[Problem], next_: str, *, first: str | None = None
+) -> None:
+    """Ends the call when there are problems; the document has been printed. first: what explains them all."""
     code = exit_code(problems)
     if code == 0:
         return
@@ -113,7 +123,8 @@ def fail(output: Output, given: str, problems: Sequence[Problem], next_: str) ->
     lines = [f"  - [{problem.kind}] {problem}" for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f"  ... and {len(problems) - _SHOWN} more (--json has all)")
-    head = f"{given}: {len(problems)} problem{'s' * (len(problems) > 1)}"
+    count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+    head = f"{given}: {count}" if first is None else f"{given}: {first}\n{count}"
     message = "\n".join([head, *lines, next_])
     if code == 3:
         raise StorageError(message)

@@ -41,7 +41,8 @@ class Repository:
 
 class Hub:
     """The server. broken: files of which one download is cut off in the middle; stalled: that stop there for good.
-    down: a status for everything; dying: a file that was cut off is gone afterwards."""
+    down: a status for everything; instead: a body for everything that the API is asked, as a login page of the network
+    has one; dying: a file that was cut off is gone afterwards."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -49,6 +50,7 @@ class Hub:
         self.broken: set[str] = set()
         self.stalled: set[str] = set()
         self.down: int | None = None
+        self.instead: bytes | None = None
         self.dying = False
         self.gone: set[str] = set()
         self.release = threading.Event()
@@ -127,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         shown, action = path, self._missing
         if hub.down is not None:
             action = lambda: self._error(hub.down or 500, None)  # noqa: E731
+        elif hub.instead is not None and parts[0] == "api":
+            action = lambda: self._body(hub.instead or b"")  # noqa: E731
         elif parts[:2] == ["api", "models"] and len(parts) >= 4:
             action = lambda: self._api("/".join(parts[2:4]), parts[4:], token)  # noqa: E731
         elif parts[0] == "cdn":
@@ -192,7 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
                 )
                 for path, data in files.items()
             ]
-        body = json.dumps(document).encode()
+        self._body(json.dumps(document).encode())
+
+    def _body(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -9,8 +9,13 @@
 set -euo pipefail
 
 directory="${1:-runs/release-demo}"
-demo="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-PYTHON="$(command -v "${PYTHON:-python3}")"
+demo="$(cd "$(dirname "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)"
+python="${PYTHON:-python3}"
+if ! PYTHON="$(command -v "${python}")" || ! "${PYTHON}" -P -c 'import typer, pscli' >/dev/null 2>&1; then
+    echo "error: ${python} does not have this package: activate its environment (. .venv/bin/activate), or set PYTHON" \
+        "(PYTHON=.venv/bin/python)" >&2
+    exit 2
+fi
 case "${PYTHON}" in /*) ;; *) PYTHON="${PWD}/${PYTHON}" ;; esac
 
 # The recipes look for their data under the current directory, so the demo works in one of its own.
@@ -32,13 +37,42 @@ show() { # [VARIABLE=VALUE ...] COMMAND ...: prints a command as it would be typ
         local -x "$1"
         shift
     done
-    "$@"
+    "$@" </dev/null &
+    wait "$!"
 }
+# bash would act on a signal only when the stage has come to its own end. A stage is a job with a process group of its
+# own (set -m); training saves and ends, and only then may this be called again.
+stop() {
+    trap - HUP INT TERM
+    kill -s TERM -- "-$!" 2>/dev/null || true
+    while kill -0 -- "-$!" 2>/dev/null; do sleep 0.1; done
+    exit "$1"
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
+set -m
 
-PATH="${demo}/../../recipes/training:${PATH}" # the launchers
 # All that tiny scale needs, besides its steps: the release trains Qwen/Qwen3-14B, which the recipes name.
 export PARALLEL_SYNTHESIS_CACHE="${PARALLEL_SYNTHESIS_CACHE:-${PWD}/cache}"
 export PYTHON NPROC_PER_NODE="${NPROC_PER_NODE:-1}" MODEL_NAME=package:artifacts/demo/backbone
+beside="$(dirname "${PYTHON}")" launchers="$(cd "${demo}/../../recipes/training" && pwd)"
+
+printf 'What is typed below runs in this directory, with these settings:\n'
+quoted() { printf '%q' "$1"; }
+printf '  cd %s\n' "$(quoted "${PWD}")"
+# shellcheck disable=SC2016 # the $PATH and "$@" are for the reader's shell
+{
+    printf '  export PATH=%s:%s:"$PATH"\n' "$(quoted "${launchers}")" "$(quoted "${beside}")"
+    if ! grep -qs pscli "${beside}/ps"; then # not installed as a script
+        printf '  ps() { %s -m pscli "$@"; }\n' "$(quoted "${PYTHON}")"
+    fi
+}
+for name in PYTHON NPROC_PER_NODE MODEL_NAME PARALLEL_SYNTHESIS_CACHE; do
+    printf '  export %s=%s\n' "${name}" "$(quoted "${!name}")"
+done
+printf 'A stage writes into a new directory: typed again, it takes OUTPUT_DIR=runs/another in front.\n'
+PATH="${launchers}:${PATH}"
 early=19 late=35
 
 title "Data: eight tasks and BrowseComp, some rows from a seed (so each file will be called not the release's)"

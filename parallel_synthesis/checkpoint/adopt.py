@@ -12,7 +12,7 @@ from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.disk import is_hidden_name
 from parallel_synthesis.checkpoint.parts import check_parts
 from parallel_synthesis.checkpoint.replace import replace_json
-from parallel_synthesis.checkpoint.structure import HELD, damage
+from parallel_synthesis.checkpoint.structure import HELD, check_state, damage
 from parallel_synthesis.checkpoint.verification import is_run
 from parallel_synthesis.errors import CheckpointError, StorageError, VerificationError
 from parallel_synthesis.provenance import manifest as manifests
@@ -46,6 +46,7 @@ def write_manifest(
         )
     names, found = _names(directory)
     found += check_parts(inside, listed=names)
+    found += check_state(inside, any_layout=True)
     if not found:  # what is damaged in a way that the files themselves tell is not listed as right
         found += [problem for name in HELD if name in names for problem in damage(inside, name)]
     if found:

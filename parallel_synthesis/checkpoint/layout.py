@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel_synthesis.checkpoint.nearby import nothing_at
 from parallel_synthesis.checkpoint.retention import keep
 from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.config import CheckpointConfig
@@ -168,12 +169,13 @@ class Located(NamedTuple):
     directory: Path
 
 
-def locate(given: Path | str, *, more: Sequence[str] = ()) -> Located:
-    """`find_components`, with the name to record. more: further files wanted of a Hub repository that has them."""
+def locate(given: Path | str, *, more: Sequence[str] = (), quick: bool = False) -> Located:
+    """`find_components`, with the name to record. more: further files wanted of a Hub repository that has them. quick:
+    its big files are not hashed, as they are for whoever uses them or records what they gave."""
     if hub.hub_id(str(given)) is None:
         return Located(str(given), find_components(given))
     wanted = hub.Wanted(required=HUB_REQUIRED, optional=(*HUB_OPTIONAL, *more))
-    snapshot = hub.fetched(str(given), wanted)
+    snapshot = hub.fetched(str(given), wanted, quick=quick)
     return Located(snapshot.name, snapshot.directory)
 
 
@@ -198,11 +200,11 @@ def find_components(path: Path | str) -> Path:
     if hub.hub_id(str(path)) is not None:
         return locate(path).directory
     given = Path(path).expanduser()
-    if not given.exists():
+    if not _exists(given):
         run, at, name = str(given).rpartition("@")
         if at and run and Path(run).is_dir():
             return _named(Path(run), name)
-        raise CheckpointError(f"{given} does not exist; expected a checkpoint, a run directory or RUN@NAME")
+        raise nothing_at(str(path))
     if not given.is_dir():
         raise CheckpointError(
             f"{given} is not a directory; expected a checkpoint, a run directory or RUN@NAME"
@@ -220,6 +222,13 @@ def find_components(path: Path | str) -> Path:
         f"{given} holds no components; expected {CACHE_MAPPER} and {ADAPTER_MODEL} in it, "
         f"in {LATEST}/ or in {STEP_CHECKPOINTS}/{LATEST}/; name another directory"
     )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a directory that must not be entered, a name too long: nothing_at says which
+        return False
 
 
 def _named(run: Path, name: str) -> Path:

@@ -116,6 +116,11 @@ def to_bytes(values: Array, dtype: str) -> Bytes:
     return _view(out)
 
 
+def count_negative(data: Bytes) -> int:
+    """How many fp32 elements are below zero."""
+    return int(np.count_nonzero(np.frombuffer(data, np.float32) < 0))
+
+
 def count_nonfinite(data: Bytes, dtype: str) -> int:
     """How many elements are inf or nan."""
     word: Any = np.uint32 if FLOATS[dtype] == 4 else np.uint16

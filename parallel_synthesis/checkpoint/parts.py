@@ -5,6 +5,7 @@ Nothing here trusts a manifest: a checkpoint whose bytes are as listed can still
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from parallel_synthesis.provenance.torch_file import TensorLook, look
 from parallel_synthesis.resources import resource
 
 MERGE_META = "checkpoint_merge_meta.json"
+OTHER_BACKBONE: ProblemKind = "backbone"
 _SCHEMAS: Mapping[str, str] = {
     layout.CACHE_MAPPER_CONFIG: "cache_mapper_config",
     layout.CHECKPOINT_META: "checkpoint_meta",
@@ -29,6 +31,7 @@ _SCHEMAS: Mapping[str, str] = {
     layout.SUMMARY: "train_mixed_summary",
 }
 _JSON_LIMIT = 64 << 20
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _FEATURES = {"both": 3, "length": 2, "num_agents": 2, "none": 1}
 _LORA = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
@@ -159,6 +162,7 @@ class _Looked:
         config = self.json(layout.ADAPTER_CONFIG, "adapter_config")
         if config is None:
             return
+        self._plain_lora(config)
         facts = self._facts.judger_lora
         for key, named in (("rank", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout")):
             if key in facts:
@@ -172,10 +176,40 @@ class _Looked:
             )
         if header is None or header.problems:
             return
-        model = (
-            self._facts.base_model or (meta or {}).get("base_model") or config.get("base_model_name_or_path")
-        )
-        self._tensors(header.tensors, config, _backbone(model))
+        own = (meta or {}).get("base_model") or config.get("base_model_name_or_path")
+        wanted = self._facts.base_model
+        before = len(self.found)
+        self._tensors(header.tensors, config, _backbone(wanted or own))
+        if wanted is not None and own != wanted:
+            self._foreign(own, wanted, before)
+
+    def _plain_lora(self, config: Mapping[str, Any]) -> None:
+        """What the schema can not say: JSON's readers know NaN, and variants of LoRA have tensors of their own."""
+        for key in ("lora_alpha", "lora_dropout"):
+            if isinstance(config.get(key), float) and not math.isfinite(config[key]):
+                self.say(
+                    layout.ADAPTER_CONFIG, "structure", f"{key} is {config[key]}; expected a finite number"
+                )
+        for key, plain in (("use_dora", False), ("bias", "none")):
+            if config.get(key) not in (plain, None):
+                detail = f"{key} is {str(config[key])[:40]!r}; expected {plain!r}: there are no tensors of such a LoRA"
+                self.say(layout.ADAPTER_CONFIG, "structure", detail)
+
+    def _foreign(self, own: Any, wanted: str, before: int) -> None:
+        """An adapter of another name whose tensors have other widths too (a name alone may be a path to the same model)
+        is one of another backbone: that is told in the place of every tensor."""
+        told = self.found[before:]
+        widths = [problem for problem in told if ": width of lora_" in problem.detail]
+        if widths:
+            del self.found[before:]
+            self.say(
+                layout.ADAPTER_CONFIG,
+                OTHER_BACKBONE,
+                f"is of {own or 'another backbone'}, not of {wanted}: {len(told)} differences in its tensors, the "
+                f"first: {widths[0].detail}",
+                expected=wanted,
+                actual=own,
+            )
 
     def _tensors(
         self,
@@ -187,6 +221,10 @@ class _Looked:
         factors: dict[str, dict[str, tuple[int, ...]]] = {}
         others: dict[str, TensorPlace] = {}
         for key, tensor in tensors.items():
+            if tensor.dtype not in _FLOATS:
+                self.say(
+                    name, "structure", f"{key[:120]} is of {tensor.dtype}; expected floating-point weights"
+                )
             match = _LORA.fullmatch(key)
             if match is None:
                 others[key] = tensor

@@ -6,6 +6,7 @@ besides. What comes out is then made plain (lists, numbers, tensors), so that no
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from parallel_synthesis.checkpoint.plain_values import shown
 from parallel_synthesis.checkpoint.state import CHECKPOINT_VERSION, load_pt
+from parallel_synthesis.checkpoint.state_structure import rank_number
 from parallel_synthesis.errors import CheckpointError
 
 # How numpy's arrays and scalars say in a pickle what they are; numpy 1 had them under another module's name.
@@ -42,13 +45,14 @@ def read_reference_state(path: Path) -> tuple[dict[str, Any], list[str]]:
     with torch.serialization.safe_globals(NUMPY_TYPES):
         loaded = load_pt(path)
     try:
-        state = _plain(loaded, "state")
-    except TypeError as error:
-        raise CheckpointError(f"{path}: {error}; use another checkpoint") from error
-    if not isinstance(state, dict) or state.get("checkpoint_version") != CHECKPOINT_VERSION:
-        version = state.get("checkpoint_version") if isinstance(state, dict) else type(state).__name__
+        state = _plain(loaded, "state", {})
+    except (TypeError, RecursionError) as error:
+        reason = error if isinstance(error, TypeError) else "nested too deeply to be a training state"
+        raise CheckpointError(f"{path}: {reason}; use another checkpoint") from error
+    version = state.get("checkpoint_version") if isinstance(state, dict) else state
+    if not isinstance(state, dict) or type(version) is not int or version != CHECKPOINT_VERSION:
         raise CheckpointError(
-            f"{path}: checkpoint_version is {version!r}, expected {CHECKPOINT_VERSION}; only that layout is known"
+            f"{path}: checkpoint_version is {shown(version)}, expected {CHECKPOINT_VERSION}; only that layout is known"
         )
     said = [
         f"{name} has no counterpart here (the learning rate is constant, the weights are fp32)"
@@ -65,8 +69,36 @@ def read_reference_state(path: Path) -> tuple[dict[str, Any], list[str]]:
     return state, said
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Numpy's arrays and scalars as lists and numbers. TypeError naming the place of what is something else."""
+def refuse_streams(path: Path, state: Mapping[str, Any]) -> None:
+    """CheckpointError where a generator does not take its state: only the generators themselves can tell.
+
+    state: of read_reference_state, or of ours. The generators tried are new ones; the process's own are not touched.
+    """
+    by_rank = state.get("rank_state_by_rank") or {0: state}
+    for rank, saved in by_rank.items():
+        try:
+            _restore(saved["process_rng_state"])
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{path}: the random state of rank {rank} is not one of a generator: {error}; use another checkpoint"
+            ) from error
+
+
+def _restore(streams: Mapping[str, Any]) -> None:
+    name, keys, *rest = streams["numpy"]
+    random.Random().setstate(streams["python"])
+    np.random.RandomState().set_state((name, np.array(keys, np.uint32), *rest))
+    torch.Generator().set_state(streams["torch_cpu"].clone())
+
+
+def _plain(value: Any, where: str, made: dict[int, Any]) -> Any:
+    """Numpy's arrays and scalars as lists and numbers. TypeError naming the place of what is something else.
+
+    made: what lists and dicts have become, by id. One that appears a thousand times is converted once: lists of the
+    same lists would have no end.
+    """
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "buif":
             raise TypeError(f"{where}: an array of {value.dtype}, expected numbers")
@@ -76,20 +108,28 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        made[id(value)] = {
+            _plain(key, where, made): _plain(item, f"{where}.{shown(key)}", made)
+            for key, item in value.items()
+        }
+        return made[id(value)]
     if isinstance(value, list | tuple):
-        items = [_plain(item, f"{where}[{at}]") for at, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+        items = [_plain(item, f"{where}[{at}]", made) for at, item in enumerate(value)]
+        made[id(value)] = tuple(items) if isinstance(value, tuple) else items
+        return made[id(value)]
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    raise TypeError(f"{where}: {type(value).__name__}, expected tensors, numbers and texts")
+    raise TypeError(f"{where[:200]}: {type(value).__name__}, expected tensors, numbers and texts")
 
 
 def _by_rank(path: Path, given: Any) -> dict[int, dict[str, Any]]:
     """Rank -> its state, from a dict (with numbers or their texts as keys) or a list."""
     pairs = list(enumerate(given)) if isinstance(given, list | tuple) else None
-    if isinstance(given, dict) and all(str(key).isdigit() for key in given):
-        pairs = sorted((int(key), saved) for key, saved in given.items())
+    if isinstance(given, dict):
+        numbers = [rank_number(key) for key in given]
+        known = [number for number in numbers if number is not None]
+        if len(set(known)) == len(numbers):
+            pairs = sorted(zip(known, given.values(), strict=True), key=lambda pair: pair[0])
     if not pairs or not all(isinstance(saved, dict) for _, saved in pairs):
         raise CheckpointError(
             f"{path}: rank_state_by_rank is not a state for each rank; use another checkpoint"

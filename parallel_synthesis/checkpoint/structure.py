@@ -9,23 +9,25 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel_synthesis.checkpoint import layout
+from parallel_synthesis.checkpoint.moments import Trained
 from parallel_synthesis.checkpoint.parts import MERGE_META, check_parts
+from parallel_synthesis.checkpoint.plain_values import shown
+from parallel_synthesis.checkpoint.state_structure import epochs_of, is_generator, state_problems, tensors_of
 from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance.digests import Progress
 from parallel_synthesis.provenance.inside import Inside, folders_of
 from parallel_synthesis.provenance.manifest import MANIFEST
 from parallel_synthesis.provenance.problems import Problem
-from parallel_synthesis.provenance.safetensors_header import Header, read_header
+from parallel_synthesis.provenance.safetensors_header import read_header
 from parallel_synthesis.provenance.schema import parse_json
-from parallel_synthesis.provenance.torch_file import Named, TensorLook, look
+from parallel_synthesis.provenance.torch_file import TensorLook, look
 
 REQUIRED = (layout.CACHE_MAPPER, layout.ADAPTER_CONFIG, layout.ADAPTER_MODEL)
 HELD = (layout.CACHE_MAPPER, layout.ADAPTER_MODEL, layout.TRAINING_STATE)  # those with tensors
@@ -34,9 +36,12 @@ _JSON = (layout.CACHE_MAPPER_CONFIG, layout.CHECKPOINT_META, layout.ADAPTER_CONF
 _OURS = ("schema_version", "recipe", "parents")  # theirs has global_step, epoch, source_run_dir, metrics
 _JSON_LIMIT = 64 << 20
 _CHUNK = 1 << 20
-_STREAMS = ("python", "numpy", "torch_cpu", "torch_cuda")
-_VERSION = 2
 _MAPPER = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+_PLAIN = {
+    "use_rslora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}  # what else is no LoRA, parts.py tells
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error)
 
 
@@ -85,12 +90,7 @@ def check_structure(
         Problem(path=name, kind="missing", detail="missing") for name in wanted if not inside.has(name)
     ]
     problems += [problem for problem in check_parts(inside) if problem.kind != "missing"]
-    state = _look(inside, layout.TRAINING_STATE)
-    if state is not None:
-        problems += [
-            Problem(path=layout.TRAINING_STATE, kind="structure", detail=detail)
-            for detail in _state_problems(state, _shapes(inside))
-        ]
+    problems += check_state(inside)
     looked = {name: "schema" for name in _JSON if inside.has(name)}
     looked |= {name: "structure" for name in (layout.CACHE_MAPPER, layout.TRAINING_STATE) if inside.has(name)}
     if inside.has(layout.ADAPTER_MODEL):
@@ -100,7 +100,7 @@ def check_structure(
         told = {problem.path for problem in problems}
         for name, how in (
             (layout.CACHE_MAPPER, "structure, CRC-32, finite values"),
-            (layout.TRAINING_STATE, "structure, CRC-32"),
+            (layout.TRAINING_STATE, "structure, CRC-32, finite moments"),
             (layout.ADAPTER_MODEL, "header, finite values"),
         ):
             if name in looked and name not in told:
@@ -115,6 +115,39 @@ def check_structure(
     )
 
 
+def refuse_unsound(checkpoint: Path) -> None:
+    """CheckpointError with all that `ps verify` finds in a step checkpoint that a run is to go on from."""
+    found = check_structure(Inside.of(checkpoint), of_step=True).problems
+    if found:
+        listed = "\n".join(f"  {problem}" for problem in found)
+        raise CheckpointError(f"{checkpoint} can not be continued from:\n{listed}\nuse another checkpoint")
+
+
+def check_state(inside: Inside, *, any_layout: bool = False) -> list[Problem]:
+    """What keeps a run from going on from the training state, by itself and beside the components and the meta.
+
+    any_layout: one that names no version is not judged; there is nothing to judge it by.
+    """
+    state = _look(inside, layout.TRAINING_STATE)
+    if state is None or (any_layout and isinstance(state, dict) and "checkpoint_version" not in state):
+        return []
+    found = [
+        Problem(path=layout.TRAINING_STATE, kind="structure", detail=detail)
+        for detail in state_problems(state, _trained(inside))
+    ]
+    epoch = (_json(inside, layout.CHECKPOINT_META) or {}).get("epoch")
+    epochs = epochs_of(state) if isinstance(state, dict) else ()
+    if epochs and type(epoch) is int and epoch not in epochs:
+        detail = f"is of epoch {shown(epoch)}; {layout.TRAINING_STATE} stands in epoch {epochs[-1]}"
+        found.append(Problem(path=layout.CHECKPOINT_META, kind="identity", detail=detail))
+    config = _json(inside, layout.ADAPTER_CONFIG) or {}
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            detail = f"{key}: expected {plain!r}, found {shown(config[key])}: a run with such a LoRA can not go on here"
+            found.append(Problem(path=layout.ADAPTER_CONFIG, kind="structure", detail=detail))
+    return found
+
+
 def damage(inside: Inside, name: str, *, progress: Callable[[int], Progress] | None = None) -> list[Problem]:
     """What is wrong with a component's content as far as the file itself can say: a .pt file's CRC-32, inf and nan."""
     fd = inside.open(name)
@@ -124,31 +157,50 @@ def damage(inside: Inside, name: str, *, progress: Callable[[int], Progress] | N
     try:
         if name.endswith(".safetensors"):
             return list(_nonfinite(fd, name, tell))
-        return list(_zip_damage(fd, name, tell, floats=name == layout.CACHE_MAPPER))
+        return list(_zip_damage(fd, name, tell))
     except OSError as error:
         return [Problem(path=name, kind="unreadable", detail=f"cannot be read: {error.strerror}")]
     finally:
         os.close(fd)
 
 
-def _zip_damage(fd: int, name: str, tell: Progress | None, *, floats: bool) -> Iterator[Problem]:
+def _zip_damage(fd: int, name: str, tell: Progress | None) -> Iterator[Problem]:
     # Here: it loads numpy, which a checkpoint with a manifest has no use for.
-    from parallel_synthesis.checkpoint.merge_average import count_nonfinite
+    from parallel_synthesis.checkpoint.merge_average import count_negative, count_nonfinite
 
-    bad = 0
+    mapper = name == layout.CACHE_MAPPER
+    numbers, squares, generators = (set(), set(), set()) if mapper else tensors_of(look(fd).value)
+    what = "weights" if mapper else "numbers of the moments"
+    bad = negative = broken = 0
     try:
         with os.fdopen(os.dup(fd), "rb") as file, zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
+                # Not inflated: a few bytes can become any number. The structure's check names it.
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    yield Problem(
+                        path=name, kind="structure", detail=f"{entry.filename[:80]!r} is compressed"
+                    )
+                    continue
+                key = entry.filename.partition("/data/")[2]
+                floats = bool(key) and (mapper or key in numbers)
                 with archive.open(entry) as data:
                     while chunk := data.read(_CHUNK):
-                        if floats and "/data/" in entry.filename:
+                        if floats:
                             bad += count_nonfinite(chunk, "F32")
+                            negative += count_negative(chunk) if key in squares else 0
+                        elif key in generators:
+                            broken += not is_generator(chunk)
                         if tell is not None:
                             tell(len(chunk))
     except _BROKEN as error:  # arbitrary bytes are read
         yield Problem(path=name, kind="digest", detail=f"damaged: {str(error)[:120] or type(error).__name__}")
     if bad:
-        yield Problem(path=name, kind="structure", detail=f"{bad} weights are inf or nan")
+        yield Problem(path=name, kind="structure", detail=f"{bad} {what} are inf or nan")
+    if negative:
+        yield Problem(path=name, kind="structure", detail=f"{negative} mean squares or steps are negative")
+    if broken:
+        detail = f"torch_cpu: {broken} states are not of torch's generator"
+        yield Problem(path=name, kind="structure", detail=detail)
 
 
 def _nonfinite(fd: int, name: str, tell: Progress | None) -> Iterator[Problem]:
@@ -191,119 +243,21 @@ def _look(inside: Inside, name: str) -> Any:
         os.close(fd)
 
 
-Shape = tuple[int, ...]
-
-
-def _shapes(inside: Inside) -> tuple[list[Shape], list[Shape]] | None:
-    """Of the mapper's parameters in their order and of the LoRA's; None when they can not be told."""
+def _trained(inside: Inside) -> Trained | None:
+    """Shapes of the mapper's parameters in their order and of the LoRA's; None when they can not be told."""
     mapper = _look(inside, layout.CACHE_MAPPER)
     fd = inside.open(layout.ADAPTER_MODEL)
     if isinstance(fd, Problem):
         return None
     try:
-        header: Header = read_header(fd)
+        header = read_header(fd)
     except OSError:
         return None
     finally:
         os.close(fd)
     if not isinstance(mapper, dict) or not all(isinstance(mapper.get(key), TensorLook) for key in _MAPPER):
         return None
-    lora = [tensor.shape for name, tensor in header.tensors.items() if ".lora_" in name]
-    return [mapper[key].shape for key in _MAPPER], lora
-
-
-def _state_problems(state: Any, shapes: tuple[list[Shape], list[Shape]] | None) -> Iterator[str]:
-    """training_state.pt, version 2 of formats.md. What numpy wrote (numbers, states) is seen, not read."""
-    if not isinstance(state, dict):
-        yield "expected a dict"
-        return
-    version = state.get("checkpoint_version")
-    if version != _VERSION and not isinstance(version, Named):
-        yield f"checkpoint_version: expected {_VERSION}, found {version!r}; only that layout is known"
-        return
-    many = "rank_state_by_rank" in state or "distributed_loop_state" in state
-    yield from _loop_problems(state, "distributed_loop_state" if many else "single_loop_state")
-    if many:
-        yield from _rank_problems(state)
-    else:
-        yield from _stream_problems(state.get("process_rng_state"), "process_rng_state")
-    yield from _optimizer_problems(state.get("optimizer_state"), shapes)
-
-
-def _loop_problems(state: Mapping[str, Any], key: str) -> Iterator[str]:
-    loop = state.get(key)
-    if not isinstance(loop, dict):
-        yield f"{key}: missing"
-        return
-    for name in ("epoch_idx", "next_batch_idx_in_epoch", "global_step"):
-        value = loop.get(name)
-        if not isinstance(value, Named) and (type(value) is not int or value < 0):
-            yield f"{key}.{name}: expected a whole number, found {str(value)[:60]}"
-    steps = [state.get("global_step"), loop.get("global_step")]
-    if all(type(step) is int for step in steps) and steps[0] != steps[1]:
-        yield f"{key}.global_step: expected {steps[0]} as outside, found {steps[1]}"
-
-
-def _rank_problems(state: Mapping[str, Any]) -> Iterator[str]:
-    given = state.get("rank_state_by_rank")
-    ranks = dict(enumerate(given)) if isinstance(given, list) else given
-    if not isinstance(ranks, dict) or not ranks:
-        yield "rank_state_by_rank: expected a state for each rank"
-        return
-    loop = state.get("distributed_loop_state")
-    size = loop.get("world_size") if isinstance(loop, dict) else None
-    count = size if type(size) is int and size > 0 else len(ranks)
-    if {str(rank) for rank in ranks} != {str(rank) for rank in range(count)}:
-        yield f"rank_state_by_rank: expected the ranks 0 to {count - 1}, found {sorted(map(str, ranks))}"
-    for rank, saved in ranks.items():
-        where = f"rank_state_by_rank[{rank}]"
-        if not isinstance(saved, dict):
-            yield f"{where}: expected a dict"
-            continue
-        if type(saved.get("rank")) is int and str(saved["rank"]) != str(rank):
-            yield f"{where}: is the state of rank {saved['rank']}"
-        yield from _stream_problems(saved.get("process_rng_state"), f"{where}.process_rng_state")
-
-
-def _stream_problems(streams: Any, where: str) -> Iterator[str]:
-    if not isinstance(streams, dict):
-        yield f"{where}: missing"
-        return
-    yield from (f"{where}.{name}: missing" for name in _STREAMS if name not in streams)
-    torch_cpu = streams.get("torch_cpu")
-    if "torch_cpu" in streams and not (isinstance(torch_cpu, TensorLook) and torch_cpu.dtype == "U8"):
-        yield f"{where}.torch_cpu: expected a tensor of bytes"
-
-
-def _optimizer_problems(optimizer: Any, shapes: tuple[list[Shape], list[Shape]] | None) -> Iterator[str]:
-    """Moments of another number of parameters, or of other shapes, would be taken for those of the wrong ones."""
-    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    moments = optimizer.get("state") if isinstance(optimizer, dict) else None
-    if not isinstance(groups, list) or not isinstance(moments, dict):
-        yield "optimizer_state: expected a dict with state and param_groups"
-        return
-    numbers = [number for group in groups if isinstance(group, dict) for number in group.get("params") or ()]
-    if shapes is None:
-        return
-    mapper, lora = shapes
-    trained = [(mapper, lora), (mapper, []), ([], lora)]  # both, mapper_only, lora_only
-    if len(numbers) not in [len(first) + len(rest) for first, rest in trained]:
-        yield (
-            f"optimizer_state: is of {len(numbers)} parameters; the mapper has {len(mapper)}, the LoRA {len(lora)}"
-        )
-        return
-    found: list[Shape | None] = []
-    for number in numbers:
-        kept = moments.get(number)
-        parts = [kept.get(name) for name in ("exp_avg", "exp_avg_sq")] if isinstance(kept, dict) else []
-        given = {part.shape for part in parts if isinstance(part, TensorLook)}
-        if len(given) > 1:
-            yield f"optimizer_state[{number}]: its two moments have the shapes {sorted(given)}"
-        found.append(next(iter(given), None))
-    if None in found:  # before the first update there are none
-        return
-    if not any(
-        found[: len(first)] == first and Counter(found[len(first) :]) == Counter(rest)
-        for first, rest in trained
-    ):
-        yield "optimizer_state: its moments have other shapes than the parameters of the mapper and the LoRA"
+    return Trained(
+        mapper=[mapper[key].shape for key in _MAPPER],
+        lora={name: tensor.shape for name, tensor in header.tensors.items() if ".lora_" in name},
+    )

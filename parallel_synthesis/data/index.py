@@ -44,15 +44,21 @@ class Loose:
     rows: int
     first_line: int
 
-    def note(self, where: str) -> str | None:
-        """What a user should know, None when there are none. where: the task or the file."""
+    @property
+    def said(self) -> str | None:
+        """What a user should know, None when there are none."""
         if not self.branches:
             return None
+        many, rows = self.branches > 1, self.rows > 1
         return (
-            f"{where}: {self.branches:,} branch{'es' * (self.branches > 1)} in {self.rows:,} row{'s' * (self.rows > 1)} "
-            f"(first in line {self.first_line}) whose extract is not the end of its context: of these as many tokens "
-            f"are kept, at the context's end, as the extract has by itself"
+            f"{self.branches:,} branch{'es' * many} in {self.rows:,} row{'s' * rows} "
+            f"{'have' if many else 'has'} an extract that is not the end of its context (first in line "
+            f"{self.first_line}). The end of the context is kept all the same, as many tokens of it as the extract has"
         )
+
+    def note(self, where: str) -> str | None:
+        """`said`, of a task or file."""
+        return None if self.said is None else f"{where}: {self.said}"
 
 
 def loose_among(rows: Rows, in_use: int) -> Loose:

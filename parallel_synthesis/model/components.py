@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping
 from enum import Enum
@@ -16,17 +15,14 @@ from torch import Tensor, nn
 from parallel_synthesis.config import LoraConfig, MapperConfig
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.model.backbone import Backbone
+from parallel_synthesis.model.fit import check_adapter_config, check_mapper_config, read_object
 
 MAPPER_FILE = "cache_mapper.pt"
-MAPPER_CONFIG_FILE = "cache_mapper_config.json"
 ADAPTER_FILE = "judger_lora/adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "judger_lora/adapter_config.json"
 META_FILE = "checkpoint_meta.json"
 EMBEDDING_ENDS = ("embed_tokens.weight", "embed_in.weight")
 HEAD_ENDS = ("lm_head.weight", "embed_out.weight")
 _ROWS_AT_ONCE = 8192  # embedding rows that are compared at once, so that no third copy of them exists
-# Variants of LoRA that change the function; the method uses none of them.
-_PLAIN = {"use_rslora": False, "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def embedding_rows(directory: Path) -> int | None:
     path, meta = directory / ADAPTER_FILE, directory / META_FILE
     rows = set()
     if meta.is_file():
-        left_out = _read_json(meta).get("embeddings")
+        left_out = read_object(meta).get("embeddings")
         rows |= {int(left_out["rows"])} if isinstance(left_out, Mapping) and left_out.get("rows") else set()
     try:
         with safe_open(path, framework="pt") as reader:
@@ -91,20 +87,13 @@ def embedding_rows(directory: Path) -> int | None:
 def left_out(directory: Path) -> Mapping[str, Any] | None:
     """What checkpoint_meta.json says of embeddings that are not in the adapter: {saved, rows, tensors}."""
     meta = directory / META_FILE
-    found = _read_json(meta).get("embeddings") if meta.is_file() else None
+    found = read_object(meta).get("embeddings") if meta.is_file() else None
     return found if isinstance(found, Mapping) and found.get("saved") is False else None
 
 
 def read_mapper(directory: Path, expected: MapperConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State dict of cache_mapper.pt, checked against the run's. A missing config file means 32 and "both"."""
-    path = directory / MAPPER_CONFIG_FILE
-    config = _read_json(path) if path.exists() else {"hidden_dim": 32, "metadata_features": "both"}
-    for key in ("hidden_dim", "metadata_features"):
-        wanted = getattr(expected, key)
-        if config.get(key) != wanted:
-            raise CheckpointError(
-                f"{path}: {key} = {config.get(key)!r}, expected {wanted!r}; set mapper.{key} to it"
-            )
+    check_mapper_config(directory, expected)
     path = directory / MAPPER_FILE
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -126,8 +115,8 @@ def read_adapter(
     Embeddings in the file (the release has them) must be the backbone's own, since they are never trained;
     only rows beyond those of the backbone's files are not known there.
     """
-    config_path, path = directory / ADAPTER_CONFIG_FILE, directory / ADAPTER_FILE
-    _check_config(config_path, _read_json(config_path), expected)
+    check_adapter_config(directory, expected)
+    path = directory / ADAPTER_FILE
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as reader:
@@ -144,25 +133,6 @@ def read_adapter(
     for name in frozen:
         _check_frozen(path, name, tensors[name], backbone)
     return tensors
-
-
-def _check_config(path: Path, config: Mapping[str, Any], expected: LoraConfig) -> None:
-    for key, wanted, setting in (("r", expected.r, "lora.r"), ("lora_alpha", expected.alpha, "lora.alpha")):
-        if config.get(key) != wanted:
-            raise CheckpointError(
-                f"{path}: {key} = {config.get(key)!r}, expected {wanted}; set {setting} to it"
-            )
-    modules = config.get("target_modules") or []
-    if isinstance(modules, str) or set(modules) != set(expected.target_modules):
-        raise CheckpointError(
-            f"{path}: target_modules = {modules!r}, expected {sorted(expected.target_modules)}; "
-            "set lora.target_modules to the checkpoint's"
-        )
-    for key, plain in _PLAIN.items():
-        if config.get(key, plain) not in (plain, None):
-            raise CheckpointError(
-                f"{path}: {key} = {config[key]!r}, expected {plain!r}: this LoRA variant is not used here"
-            )
 
 
 def _check_names(path: Path, found: set[str], wanted: set[str]) -> None:
@@ -198,17 +168,3 @@ def _check_frozen(path: Path, name: str, found: Tensor, backbone: Backbone) -> N
             f"{path}: {name} {list(found.shape)} is not the embedding {list(own.shape)} of "
             f"backbone {backbone.name}; use the backbone the adapter was trained on"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); expected a checkpoint's components"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return content

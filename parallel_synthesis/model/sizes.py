@@ -24,8 +24,12 @@ class TrainableSizes:
 
 def mapper_parameters(mapper: MapperConfig) -> int:
     """Weights and biases of the cache mapper (design.md, "Mapper"); 260 for the release's."""
-    inputs = {"both": 3, "length": 2, "num_agents": 2, "none": 1}[mapper.metadata_features]
-    return mapper.hidden_dim * (inputs + 1) + 4 * (mapper.hidden_dim + 1)
+    return mapper.hidden_dim * (mapper_inputs(mapper) + 1) + 4 * (mapper.hidden_dim + 1)
+
+
+def mapper_inputs(mapper: MapperConfig) -> int:
+    """How many numbers describe a branch to the cache mapper."""
+    return {"both": 3, "length": 2, "num_agents": 2, "none": 1}[mapper.metadata_features]
 
 
 def trainable_sizes(
@@ -36,8 +40,21 @@ def trainable_sizes(
     Reads hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim and
     intermediate_size.
     """
+    ends = linear_sizes(shapes)
+    if ends is None or any(module not in ends for module in lora.target_modules):
+        return None
+    layers = int(shapes["num_hidden_layers"])
+    modules = set(lora.target_modules)
+    per_layer = sum(lora.r * sum(ends[module]) for module in modules)
+    return TrainableSizes(
+        mapper=mapper_parameters(mapper), lora=layers * per_layer, lora_tensors=2 * layers * len(modules)
+    )
+
+
+def linear_sizes(shapes: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:
+    """module -> (inputs, outputs) of a layer's usual linear modules; None when a shape is not known."""
     try:
-        hidden, layers, heads = (
+        hidden, _, heads = (
             int(shapes[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
         )
     except (KeyError, TypeError, ValueError):
@@ -53,13 +70,7 @@ def trainable_sizes(
     }
     if inner:
         ends |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    if any(module not in ends for module in lora.target_modules):
-        return None
-    modules = set(lora.target_modules)
-    per_layer = sum(lora.r * sum(ends[module]) for module in modules)
-    return TrainableSizes(
-        mapper=mapper_parameters(mapper), lora=layers * per_layer, lora_tensors=2 * layers * len(modules)
-    )
+    return ends
 
 
 def read_shapes(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -70,19 +81,20 @@ def read_shapes(model: str, revision: str | None = None) -> dict[str, Any] | Non
     path = resolve_path(model)
     if path.exists() or looks_like_path(model):
         return _read(path / "config.json")
-    shapes = _read(_cached(model, revision))
+    shapes = _read(cached_file(model, revision, "config.json"))
     if shapes is None:
         shipped = _read(resource("manifests", "backbones.json")) or {}
         shapes = shipped.get("backbones", {}).get(model)
     return shapes
 
 
-def _cached(model: str, revision: str | None) -> Path | None:
+def cached_file(model: str, revision: str | None, name: str) -> Path | None:
+    """A file of a model in the local Hub cache, None when it is not there or `model` is no Hub id."""
     from huggingface_hub import try_to_load_from_cache  # here: it costs start-up time
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, name, revision=revision)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel_synthesis.errors import BackboneError, ParallelSynthesisError
-from parallel_synthesis.provenance import hub_errors
+from parallel_synthesis.provenance import hub, hub_errors
+from parallel_synthesis.provenance.hub_names import SCHEME, right_form
 from parallel_synthesis.resources import PACKAGE_PREFIX, resolve_path
 
 
@@ -36,6 +37,12 @@ def find_source(model: str, revision: str | None) -> Source:
             )
         arguments = {"local_files_only": True, "gguf_file": path.name}
         return Source(name=model, where=str(path.parent), arguments=arguments)
+    named = right_form(model)
+    if model.startswith(SCHEME) or named is not None:
+        raise BackboneError(
+            f"backbone.model = {model}: expected OWNER/NAME as on the Hub, and its revision as backbone.revision"
+            + (f"; {named}" if named is not None else "")
+        )
     if looks_like_path(model):
         raise BackboneError(f"backbone.model = {model}: no such file or directory ({path})")
     return Source(name=model, where=model, arguments={"revision": revision} if revision else {})
@@ -54,6 +61,7 @@ def hub_problem(source: Source, error: Exception) -> ParallelSynthesisError | No
         revision=source.arguments.get("revision"),
         what="model",
         refused=BackboneError,
+        known=hub.is_known(source.where),
     )
     return hub_errors.explain(error, request)
 

@@ -26,6 +26,7 @@ from parallel_synthesis.model.branches import (
     plan_prefill,
     prefill,
 )
+from parallel_synthesis.model.fit import target_problem, unknown_modules
 from parallel_synthesis.model.lanes import quiet_attach, run_base
 from parallel_synthesis.model.loss import target_loss
 from parallel_synthesis.model.mapper import CacheMapper
@@ -198,20 +199,18 @@ def _add_lora(backbone: Backbone, lora: LoraConfig) -> Any:
         task_type=TaskType.CAUSAL_LM,
     )
     devices = [backbone.device] if backbone.device.type == "cuda" else []
+    modules = dict(backbone.model.named_modules())
+    unknown = unknown_modules(lora.target_modules, modules)
     try:
+        # PEFT takes a list of which it finds but one, and would train less than was asked for.
+        if unknown:
+            raise ValueError(f"not found: {unknown}")
         # PEFT draws initial weights; they are drawn again in _draw_lora.
         with quiet_attach(), torch.random.fork_rng(devices=devices):
             peft_model = get_peft_model(tree, config)
     except ValueError as error:
-        names = {
-            name.rpartition(".")[2]
-            for name, part in backbone.model.named_modules()
-            if isinstance(part, nn.Linear)
-        }
-        raise BackboneError(
-            f"lora.target_modules = {list(lora.target_modules)}: cannot be attached to {backbone.name}; "
-            f"expected some of its linear modules: {', '.join(sorted(names))}"
-        ) from error
+        linear = [name for name, part in modules.items() if isinstance(part, nn.Linear)]
+        raise BackboneError(target_problem(unknown or lora.target_modules, linear, backbone.name)) from error
     # Set now: PEFT itself fills in the path the weights were loaded from, and warns when it was given another
     # name.
     config.base_model_name_or_path, config.revision = backbone.name, backbone.revision

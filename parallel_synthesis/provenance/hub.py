@@ -2,13 +2,12 @@
 
 huggingface_hub does the work (its cache, its token, its locks, its offline mode). Here is decided which commit is
 meant and which files are fetched, and that what is handed out is whole. A branch or tag is asked of the Hub each time;
-a full commit whose files are in the cache needs no network.
+a full commit whose files are in the cache needs no network. hub_names.py tells an id from a path.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 import re
@@ -18,17 +17,15 @@ from pathlib import Path
 
 from parallel_synthesis.errors import CheckpointError, RefusedError, StorageError
 from parallel_synthesis.provenance import hub_errors
+from parallel_synthesis.provenance.hashing import sha256_file
 from parallel_synthesis.provenance.hub_errors import Request
+from parallel_synthesis.provenance.hub_names import SCHEME as SCHEME
+from parallel_synthesis.provenance.hub_names import hub_id as hub_id
 from parallel_synthesis.provenance.inside import Inside
 from parallel_synthesis.provenance.safetensors_header import read_header
 
-SCHEME = "hf://"
-_NAME = r"[A-Za-z0-9][\w.-]*"
-_ID = re.compile(
-    rf"(?:{SCHEME})?(?P<id>{_NAME}/{_NAME})(?:@(?P<revision>\w[\w.+-]*(?:/\w[\w.+-]*)*))?", re.ASCII
-)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SMALL = 4 << 20  # bytes; a cached file up to this is hashed whenever it is used, which takes milliseconds
+_SMALL = 4 << 20  # bytes; a cached file up to this is hashed even by a quick look, which takes milliseconds
 _SHOWN = 8  # names in a message
 
 
@@ -72,28 +69,10 @@ class Snapshot:
         return Inside.of(self.directory)
 
 
-def hub_id(given: str) -> tuple[str, str | None] | None:
-    """(owner/name, revision) of a text in the form of a Hub id, when there is no such local path; else None.
-
-    CheckpointError for a text that begins with hf:// and goes on otherwise: it can not mean a local path.
-    """
-    match = _ID.fullmatch(given)
-    if match is None:
-        if given.startswith(SCHEME):
-            raise CheckpointError(
-                f"{given}: expected {SCHEME}OWNER/NAME or {SCHEME}OWNER/NAME@REVISION, a branch, a tag or a commit; "
-                f"a folder inside a repository can not be named"
-            )
-        return None
-    if not given.startswith(SCHEME) and any(map(os.path.lexists, (given, given.partition("@")[0]))):
-        return None  # a local path, or RUN@NAME
-    return match["id"], match["revision"]
-
-
 def cached(repository: str, revision: str | None = None, names: Collection[str] = ()) -> Snapshot | None:
     """The snapshot known locally of a repository (of main, or of `revision`) that has `names`; else None."""
     wanted = revision or "main"
-    commit = wanted if _COMMIT.fullmatch(wanted) else _reference(repository, wanted)
+    commit = _commit(wanted) or _reference(repository, wanted)
     if commit is None:
         return None
     snapshot = _snapshot(repository, commit)
@@ -102,67 +81,113 @@ def cached(repository: str, revision: str | None = None, names: Collection[str] 
 
 
 def fetched(
-    given: str, wanted: Wanted, *, refused: type[RefusedError] = CheckpointError, check: bool = True
+    given: str,
+    wanted: Wanted,
+    *,
+    refused: type[RefusedError] = CheckpointError,
+    check: bool = True,
+    quick: bool = False,
 ) -> Snapshot:
     """The snapshot that a Hub id (`hub_id(given)` is not None) means, with what is wanted of it.
 
     refused: raised for a repository, revision or files that are not there or not allowed; StorageError for all that
     may be better next time: offline, no connection, a download cut off, a full disk, a damaged cache.
-    check: look at the cached bytes, so that a damaged file is named here; False for callers that read them all.
+    check: hash the cached bytes, so that a damaged file is named here; False for callers that hash them all.
+    quick: of the big files look at the header alone, for callers that only show what there is.
     Safe in several processes at once: huggingface_hub's locks let one of them download.
     """
     named = hub_id(given)
     assert named is not None, "the caller has asked hub_id"
     repository, revision = named
     request = Request(
-        given=given, repository=repository, revision=revision, what=wanted.what, refused=refused
+        given=given,
+        repository=repository,
+        revision=revision,
+        what=wanted.what,
+        refused=refused,
+        known=is_known(repository),
     )
-    commit = revision if revision is not None and _COMMIT.fullmatch(revision) else None
-    if commit is not None and wanted.also is None and _is_known(_snapshot(repository, commit), wanted):
+    commit = _commit(revision)
+    if commit is not None and wanted.also is None and _is_complete(_snapshot(repository, commit), wanted):
         snapshot = _snapshot(repository, commit)
-    elif hub_errors.offline():
-        snapshot = _offline(request, wanted)
     else:
-        snapshot = _online(request, wanted)
+        hub_errors.check_endpoint()
+        ask = _offline if hub_errors.offline() else _online
+        snapshot = ask(request, wanted)
     if check:
-        _check(snapshot, wanted)
+        _check(snapshot, wanted, quick=quick)
     return snapshot
 
 
 def _online(request: Request, wanted: Wanted) -> Snapshot:
     """Asks which commit is meant, and fetches what is not there yet."""
-    from huggingface_hub import HfApi, constants, snapshot_download  # here: it costs start-up time
+    from huggingface_hub import HfApi, constants  # here: it costs start-up time
 
     repository, revision = request.repository, request.revision or "main"
-    with hub_errors.explained(request, lambda: _hint(request, wanted)):
-        info = HfApi().model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    if info.sha is None:
-        raise StorageError(f"{request}: the Hub has named no commit of it; try again, or check HF_ENDPOINT")
-    snapshot = _snapshot(repository, info.sha)
+    try:
+        with hub_errors.explained(request, lambda: _hint(request, wanted), answer=True):
+            info = HfApi().model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except StorageError as error:
+        # A commit is what it was when it was fetched: what HF_HUB_OFFLINE would take is as right without the Hub.
+        snapshot = _snapshot(repository, revision)
+        if _commit(revision) and hub_errors.is_unanswered(error) and not _missing(snapshot, wanted):
+            return snapshot
+        raise
     names = [file.rfilename for file in info.siblings or ()]
+    commit = _commit(info.sha)
+    if commit is None or not all(isinstance(name, str) for name in names):
+        raise hub_errors.no_hub(request, f"it names no commit of {repository}, or no files")
+    snapshot = _snapshot(repository, commit)
     lacking = sorted(set(wanted.required) - set(names))
     if lacking:
         raise request.refused(_lacking(request, snapshot, lacking, names))
     chosen = wanted.choose(names)
-    moved = revision != info.sha and _reference(repository, revision) != info.sha
-    if moved or not _has(snapshot, chosen):
-        with hub_errors.explained(request, None, fetching=True):
-            place = Path(
-                snapshot_download(
-                    repository,
-                    revision=revision,
-                    # Names, not patterns; an empty list would mean everything.
-                    allow_patterns=[glob.escape(name) for name in chosen] or ["/"],
-                    cache_dir=_cache(),
-                )
-            )
-        if place.name != info.sha:
-            raise StorageError(f"{request}: it has changed while it was fetched; run the same call again")
-        if not _has(snapshot, chosen):
-            missing = [name for name in chosen if not (snapshot.directory / name).is_file()]
-            raise StorageError(hub_errors.half(request, f"{', '.join(missing)} did not arrive"))
+    _download(request, snapshot, [name for name in chosen if not (snapshot.directory / name).is_file()])
+    if revision != commit and _reference(repository, revision) != commit:
+        _note_reference(snapshot, revision)
     _mark_absent(snapshot, {name for name in wanted.optional if not _settled(snapshot, name, wanted)})
     return snapshot
+
+
+def _download(request: Request, snapshot: Snapshot, names: Sequence[str]) -> None:
+    """Fetches files one after another, in this thread: snapshot_download's threads would go on to the end of all of
+    them before a stop signal could be obeyed."""
+    from huggingface_hub import hf_hub_download
+
+    _refuse_others(snapshot, names)
+    with hub_errors.explained(request, None, fetching=True):
+        for name in names:
+            hf_hub_download(request.repository, name, revision=snapshot.commit, cache_dir=_cache())
+    _refuse_others(snapshot, names)  # a blob that was there already may be none
+    missing = [name for name in names if not (snapshot.directory / name).is_file()]
+    if missing:
+        raise StorageError(hub_errors.half(request, f"{', '.join(missing)} did not arrive"))
+
+
+def _refuse_others(snapshot: Snapshot, names: Iterable[str]) -> None:
+    """StorageError where the cache has something that is no file in the place of one: huggingface_hub takes it."""
+    for name in names:
+        path = snapshot.directory / name
+        if path.exists() and not path.is_file():
+            what = "a directory" if path.is_dir() else "no regular file"
+            raise StorageError(
+                f"{path.resolve()}: {what} in the local Hub cache, expected the file {name} of {snapshot.name}; "
+                f"remove it and run the same call again, which fetches the file"
+            )
+
+
+def _note_reference(snapshot: Snapshot, revision: str) -> None:
+    """Notes in the cache, as huggingface_hub does, which commit a branch or tag is, for HF_HUB_OFFLINE. Only when its
+    files are there: until then the older commit is what can be used without the Hub."""
+    path = _folder(snapshot.repository) / "refs" / revision
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # a cache that is read-only serves as well
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(snapshot.commit, "ascii")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _offline(request: Request, wanted: Wanted) -> Snapshot:
@@ -171,8 +196,8 @@ def _offline(request: Request, wanted: Wanted) -> Snapshot:
     if snapshot is None:
         others = ", ".join(_commits(request.repository))
         raise hub_errors.not_cached(request, f" (which has its commits {others})" if others else "")
-    names = [*wanted.required, *wanted.exact]
-    missing = [name for name in names if not _settled(snapshot, name, wanted)]
+    missing = _missing(snapshot, wanted)
+    _refuse_others(snapshot, missing)
     if missing:
         dangling = [name for name in missing if (snapshot.directory / name).is_symlink()]
         why = f" ({dangling[0]} is a link to a blob that is not there)" if dangling else ""
@@ -183,7 +208,20 @@ def _offline(request: Request, wanted: Wanted) -> Snapshot:
     return snapshot
 
 
-def _is_known(snapshot: Snapshot, wanted: Wanted) -> bool:
+def is_known(repository: str) -> bool:
+    """The local cache has something of it, so that the text which named it meant no path."""
+    return bool(_commits(repository))
+
+
+def _missing(snapshot: Snapshot, wanted: Wanted) -> list[str]:
+    """What the cache lacks of the files that nothing can be done without. Other optional files that it has not count
+    as not there: a plain `hf download` fetches all there is and leaves no note of what there is not."""
+    if not snapshot.directory.is_dir():
+        return [*wanted.required, *wanted.exact] or ["everything"]
+    return [name for name in (*wanted.required, *wanted.exact) if not _settled(snapshot, name, wanted)]
+
+
+def _is_complete(snapshot: Snapshot, wanted: Wanted) -> bool:
     """Of every wanted file the cache has it, or knows that the repository has none of the name."""
     return all(_settled(snapshot, name, wanted) for name in (*wanted.required, *wanted.optional))
 
@@ -193,10 +231,6 @@ def _settled(snapshot: Snapshot, name: str, wanted: Wanted) -> bool:
         return True
     folder = snapshot.directory.parent.parent / ".no_exist" / snapshot.commit
     return name not in wanted.required and (folder / name).is_file()
-
-
-def _has(snapshot: Snapshot, names: Iterable[str]) -> bool:
-    return all((snapshot.directory / name).is_file() for name in names)
 
 
 def _mark_absent(snapshot: Snapshot, names: Iterable[str]) -> None:
@@ -210,14 +244,18 @@ def _mark_absent(snapshot: Snapshot, names: Iterable[str]) -> None:
             hf_hub_download(snapshot.repository, name, revision=snapshot.commit, cache_dir=_cache())
 
 
-def _check(snapshot: Snapshot, wanted: Wanted) -> None:
-    """The cached files are what their names in the cache say: small ones by hash, big ones by size."""
-    for name in (*wanted.required, *wanted.optional):
+def _check(snapshot: Snapshot, wanted: Wanted, *, quick: bool) -> None:
+    """The cached files are what their names in the cache say."""
+    names = [*wanted.required, *wanted.optional]
+    if wanted.also is not None:
+        below = (path.relative_to(snapshot.directory) for path in snapshot.directory.rglob("*"))
+        names += wanted.choose(sorted(path.as_posix() for path in below))
+    for name in dict.fromkeys(names):
         path = snapshot.directory / name
         if not path.is_file():
             continue
         try:
-            problem = _damage(path)
+            problem = _damage(path, quick=quick)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
         if problem is not None:
@@ -227,13 +265,16 @@ def _check(snapshot: Snapshot, wanted: Wanted) -> None:
             )
 
 
-def _damage(path: Path) -> str | None:
-    """A blob is named by its sha256, or by git's sha1 of it."""
+def _damage(path: Path, *, quick: bool) -> str | None:
+    """A blob is named by its sha256, or by git's sha1 of it; big files have the former."""
     blob, size = path.readlink().name if path.is_symlink() else "", path.stat().st_size
-    if size <= _SMALL and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob):
+    found = None
+    if re.fullmatch(r"[0-9a-f]{64}", blob) and (size <= _SMALL or not quick):
+        found = sha256_file(path)
+    elif re.fullmatch(r"[0-9a-f]{40}", blob) and size <= _SMALL:
         raw = path.read_bytes()
-        sha1 = hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False)
-        found = (hashlib.sha256(raw) if len(blob) == 64 else sha1).hexdigest()
+        found = hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+    if found is not None:
         return None if found == blob else f"its {size:,} bytes are not those that its name stands for"
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
@@ -260,9 +301,14 @@ def _lacking(request: Request, snapshot: Snapshot, lacking: Sequence[str], names
 def _hint(request: Request, wanted: Wanted) -> str | None:
     """What the cache could serve while the Hub can not be reached: said, not silently taken."""
     snapshot = cached(request.repository, request.revision)
-    if snapshot is None or not _has(snapshot, wanted.required):
+    if snapshot is None or request.revision == snapshot.commit or _missing(snapshot, wanted):
         return None
     return f"{snapshot.name} is in the local cache: name it so, or set HF_HUB_OFFLINE=1"
+
+
+def _commit(revision: str | None) -> str | None:
+    """A revision that is a full commit."""
+    return revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else None
 
 
 def _snapshot(repository: str, commit: str) -> Snapshot:

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from parallel_synthesis.errors import ParallelSynthesisError, RefusedError, StorageError
+from parallel_synthesis.errors import ConfigError, ParallelSynthesisError, RefusedError, StorageError
+from parallel_synthesis.provenance.hub_names import SCHEME, folder_hint
 
 _LONGEST = 200  # characters of a foreign error's first line
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a path of the cache does not allow. ENOENT is not among them: libraries look for files and go on without.
+_UNUSABLE = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked for. what: "checkpoint" or "model". refused: the class of errors the input is to blame for."""
+    """What was asked for. what: "checkpoint" or "model". refused: the class of errors the input is to blame for.
+    known: the local cache has something of the repository."""
 
     given: str
     repository: str
     revision: str | None
     what: str
     refused: type[RefusedError]
+    known: bool = False
 
     def __str__(self) -> str:
         """As it was given, and the revision that it means."""
@@ -35,13 +53,42 @@ class Request:
     @property
     def is_bare(self) -> bool:
         """Without hf://, so that a path may have been meant."""
-        return not self.given.startswith("hf://")
+        return not self.given.startswith(SCHEME)
+
+    @property
+    def may_be_path(self) -> bool:
+        """Nothing has shown yet that a repository was meant: a mistyped path is the likelier reading, and the input's
+        own fault."""
+        return self.is_bare and not self.known
 
     @property
     def download(self) -> str:
         """The command that fetches everything."""
         revision = f" --revision {self.revision}" if self.revision else ""
         return f"hf download {self.repository}{revision}"
+
+
+def check_endpoint() -> None:
+    """ConfigError for an HF_ENDPOINT that is no address: huggingface_hub fails on some while it is imported."""
+    endpoint = os.environ.get("HF_ENDPOINT", "")
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        why = (
+            ""
+            if parts.scheme in ("http", "https") and parts.hostname
+            else "no http:// or https:// and a host"
+        )
+        _ = parts.port  # looked at only when asked for
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(
+            [
+                f"HF_ENDPOINT = {endpoint}: {why}; expected the address of a Hub, as https://huggingface.co, or unset it"
+            ]
+        )
 
 
 def offline() -> bool:
@@ -62,17 +109,20 @@ def transport() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def explained(
-    request: Request, hint: Callable[[], str | None] | None, *, fetching: bool = False
+    request: Request, hint: Callable[[], str | None] | None, *, fetching: bool = False, answer: bool = False
 ) -> Iterator[None]:
-    """Turns what goes wrong inside into an error of ours. fetching: the files, after the Hub has answered."""
+    """Turns what goes wrong inside into an error of ours. fetching: the files, after the Hub has answered. answer: the
+    Hub's API is asked, whose answer huggingface_hub takes apart without looking at it first."""
     from huggingface_hub.errors import HFValidationError
 
     # hf_xet, which transfers big files, raises plain RuntimeErrors; ValueErrors: answers that are no JSON.
     known: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, ValueError, *transport())
+    if answer:
+        known = (*known, TypeError, LookupError, AttributeError)
     try:
         yield
     except known as error:
-        raise explain(error, request, hint=hint, fetching=fetching) from error
+        raise explain(error, request, hint=hint, fetching=fetching, answer=answer) from error
 
 
 def explain(
@@ -81,6 +131,7 @@ def explain(
     *,
     hint: Callable[[], str | None] | None = None,
     fetching: bool = False,
+    answer: bool = False,
 ) -> ParallelSynthesisError:
     """The error of ours that stands for `error`, judged by the first of its causes that says more than itself."""
     told = _refusal(error, request)
@@ -88,33 +139,83 @@ def explain(
         return request.refused(told)
     if offline():
         return not_cached(request)
-    full = next((e for e in chain(error) if isinstance(e, OSError) and e.errno == errno.ENOSPC), None)
-    if full is not None:
+    system = [cause for cause in chain(error) if isinstance(cause, OSError)]
+    if any(cause.errno in _FULL for cause in system):
         return StorageError(
             f"{request}: no space left for it in the Hub cache; free some, or let HF_HOME name another disk"
         )
-    status = _status(error)
-    if status is not None and not fetching:
-        return StorageError(f"{request}: the Hub at {_endpoint()} answered {status}; {_by_status(status)}")
+    for cause in system:
+        if cause.errno in _UNUSABLE and cause.filename is not None:
+            return StorageError(
+                f"{request}: the local Hub cache can not be used: {os.fsdecode(cause.filename)}: {cause.strerror}; mend "
+                f"or remove it, or let HF_HOME name another directory"
+            )
+    garbled = _garbled(error, answer=answer)
+    if garbled is not None:
+        return no_hub(request, garbled)
     if fetching:
         return StorageError(half(request, _root(error)))
-    found = hint() if hint is not None else None
-    return StorageError(
-        f"{request}: the Hub at {_endpoint()} can not be reached: {_root(error)}; check the network, proxy and "
-        f"HF_ENDPOINT and run the same call again{'' if found is None else f'; {found}'}"
+    status = _status(error)
+    found = hint() if hint is not None and _is_no_answer(status) else None
+    also = "" if found is None else f"; {found}"
+    if status is not None:
+        return _unclear(
+            request, f"the Hub at {_endpoint()} answered {status};", f"{_by_status(status)}{also}"
+        )
+    return _unclear(
+        request,
+        f"the Hub at {_endpoint()} can not be reached: {_root(error)};",
+        f"check the network, proxy and HF_ENDPOINT and run the same call again{also}",
     )
+
+
+def is_unanswered(error: StorageError) -> bool:
+    """Of an error of `explained`: the Hub could not be reached, or had no answer to give."""
+    return error.__cause__ is not None and _is_no_answer(_status(error.__cause__))
+
+
+def _is_no_answer(status: int | None) -> bool:
+    return status is None or status == 429 or status >= 500
+
+
+def no_hub(request: Request, why: str) -> ParallelSynthesisError:
+    """The error for an endpoint that answers something else than a Hub does."""
+    return _unclear(
+        request,
+        f"what {_endpoint()} answers is no answer of a Hub: {why};",
+        "check HF_ENDPOINT, and whether a proxy or a login page of the network answers in its place",
+    )
+
+
+def _garbled(error: BaseException, *, answer: bool) -> str | None:
+    """What is wrong with the answer that `error` comes from, None where there was none. answer: of the API."""
+    from huggingface_hub.errors import FileMetadataError
+
+    causes = list(chain(error))
+    if any(isinstance(cause, FileMetadataError) for cause in causes):
+        return "it names no commit or hash of a file"
+    if answer and any(isinstance(cause, json.JSONDecodeError | UnicodeDecodeError) for cause in causes):
+        return "it is no JSON"
+    if answer and not isinstance(error, (RuntimeError, *transport())):
+        return "it is JSON, but describes no repository"
+    return None
 
 
 def not_cached(request: Request, there: str = "") -> ParallelSynthesisError:
     """The error for what is not in the cache when the Hub must not be asked. there: what the cache has instead."""
-    text = (
-        f"not in the local Hub cache{there}, and the Hub is not asked because HF_HUB_OFFLINE is set; unset it, or fetch "
-        f"it where there is a network by `{request.download}`"
+    return _unclear(
+        request,
+        f"not in the local Hub cache{there}, and the Hub is not asked because HF_HUB_OFFLINE is set;",
+        f"unset it, or fetch it where there is a network by `{request.download}`"
+        f"{folder_hint(request.repository, request.revision)}",
     )
-    # A mistyped path is the likelier reading of a bare a/b, and the input's own fault.
-    if request.is_bare:
-        return request.refused(f"{request.both} {text}")
-    return StorageError(f"{request}: {text}")
+
+
+def _unclear(request: Request, what: str, then: str) -> ParallelSynthesisError:
+    """The error where the Hub has not said whether there is such a repository."""
+    if request.may_be_path:
+        return request.refused(f"{request.both} {what} check the path; if a repository is meant, {then}")
+    return StorageError(f"{request}: {what} {then}")
 
 
 def is_of_hub(error: BaseException) -> bool:
@@ -172,7 +273,7 @@ def _refusal(error: BaseException, request: Request) -> str | None:
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
         return (
             f"{request}: the repository {request.repository} has no revision {request.revision or 'main'}; expected a "
-            f"branch, a tag or a full commit: see {_endpoint()}/{request.repository}/tree/main"
+            f"branch, a tag or a full commit: see {_endpoint()}/{request.repository}/tree/main{folder_hint(request.repository, request.revision)}"
         )
     if any(isinstance(cause, HFValidationError) for cause in causes):
         return f"{start} {_first_line(error).rstrip('.')}; expected OWNER/NAME as on the Hub, or a path that exists"

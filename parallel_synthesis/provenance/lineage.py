@@ -1,7 +1,8 @@
 """Where a checkpoint comes from: its parents and theirs as a tree, each edge proved by bytes or called unverified.
 
-Every checkpoint_meta.json of ours lists `parents`: [{source, step, components: {file: sha256}}]. An edge is verified
-when the parent is at hand and its component files, read in full, have the digests that the child recorded.
+Every checkpoint_meta.json of ours lists `parents`: [{source, step, components: {file: sha256}}]; a run that went on from
+another's checkpoint has it in `continued_from` of its run_args.json. An edge is verified when the parent is at hand and
+its component files, read in full, have the digests that the child recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from parallel_synthesis.provenance.schema import parse_json, problems
 
 META = "checkpoint_meta.json"
 MERGE_META = "checkpoint_merge_meta.json"
+RUN_ARGS = "run_args.json"
+_OF_A_RUN = ("step_checkpoints", "milestones")
 _JSON_LIMIT = 16 << 20
 _DEEPEST = 64  # generations; more is a circle
 _NOT_CACHED = "is not in the local Hub cache"
+_NO_MANIFEST = "as the child took it: it had no manifest to be compared with"
 _RECORDS = hub.Wanted(required=("cache_mapper.pt",), optional=(META, MERGE_META, manifest.MANIFEST))
 
 Edge = Literal["start", "verified", "unverified", "differs"]
@@ -158,7 +162,7 @@ def _node(
         merge = _document(inside, MERGE_META, "checkpoint_merge_meta")
     parents = tuple(
         _parent(parent, finder=finder, jobs=jobs, depth=depth + 1)
-        for parent in meta.get("parents", ())
+        for parent in _parents(inside, meta)
         if depth < _DEEPEST
     )
     step = record.get("step", meta.get("global_step"))
@@ -179,6 +183,29 @@ def _node(
     )
 
 
+def _parents(inside: Inside | str, meta: Mapping[str, Any]) -> Collection[Mapping[str, Any]]:
+    """What a checkpoint records; of one that a run took over from another run as it was: that one.
+
+    Its bytes, the record of its parents too, are those of the other run's, which is what it has been made from.
+    """
+    listed: Collection[Mapping[str, Any]] = meta.get("parents", ())
+    if isinstance(inside, str) or not meta:
+        return listed
+    place = inside.directory
+    run = place.parent.parent if place.parent.name in _OF_A_RUN else place
+    if not (run / RUN_ARGS).is_file():
+        return listed
+    taken = _document(Inside.of(run), RUN_ARGS, "run_args").get("continued_from")
+    if taken is None or taken["step"] != meta["global_step"]:
+        return listed
+    try:
+        files = manifest.listing(place).files
+    except ParallelSynthesisError:
+        return listed
+    same = all(name in files and files[name].sha256 == sha256 for name, sha256 in taken["components"].items())
+    return (taken,) if same else listed
+
+
 def _parent(record: Mapping[str, Any], *, finder: _Finder, jobs: int | None, depth: int) -> Node:
     inside = finder(record["source"], record["components"])
     edge: Edge = "unverified"
@@ -188,6 +215,8 @@ def _parent(record: Mapping[str, Any], *, finder: _Finder, jobs: int | None, dep
             reason = f"the parent {_NOT_CACHED}"
     else:
         edge, reason = _check_edge(inside, record["components"], jobs)
+        if edge == "verified" and record.get("checked") is False:
+            reason += f", {_NO_MANIFEST}"
     return _node(record, inside, edge=edge, reason=reason, finder=finder, jobs=jobs, depth=depth)
 
 
@@ -196,13 +225,22 @@ def _check_edge(inside: Inside, components: Mapping[str, str], jobs: int | None)
     if not components or not all(is_inside(name) for name in components):
         return "unverified", "the child recorded no components of it"
     files = {name: Expected(sha256=sha256) for name, sha256 in components.items()}
+    damaged = []
     try:
         for name, listed in manifest.listing(inside.directory).files.items():
             if name in files and listed.sha256 == files[name].sha256:
                 files[name] = listed  # the same file, with digests that several cores can check
+            elif name in files:
+                damaged.append(name)
     except ParallelSynthesisError:
         pass
     result = check([Place(inside=inside, files=files, extra=False)], jobs=jobs).places[0]
+    if not result.problems and damaged:
+        return (
+            "unverified",
+            f"{damaged[0]} is what the child recorded, but not what the parent's own manifest lists: it was damaged "
+            f"before the child was made of it",
+        )
     if not result.problems:
         return "verified", f"{len(files)} components have the recorded sha256"
     worst = next((problem for problem in result.problems if problem.kind == "unreadable"), result.problems[0])
@@ -252,4 +290,6 @@ def _line(node: Node) -> str:
         node.edge
     ]
     why = f": {node.reason}" if node.edge in ("unverified", "differs") else ""
+    if node.edge == "verified" and node.reason.endswith(_NO_MANIFEST):
+        why = f", {_NO_MANIFEST}"
     return f"{node.source}{told}{mark}{why}"

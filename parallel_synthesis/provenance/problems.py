@@ -18,6 +18,7 @@ ProblemKind = Literal[
     "schema",
     "structure",
     "identity",
+    "backbone",  # a sound checkpoint, of another backbone than the one that the manifest is of
     "incomplete",  # a run that has not come to its planned end, where an end was asked for
 ]
 

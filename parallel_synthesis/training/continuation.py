@@ -1,7 +1,8 @@
 """A new run that goes on from another run's checkpoint: one of ours (copied) or the reference's (converted).
 
 Nothing of the source is changed. The new directory is made under a hidden name and renamed when it is whole; then an
-ordinary resume takes it up, so that whatever follows has the promises of a run of ours.
+ordinary resume takes it up, so that whatever follows has the promises of a run of ours. The settings are those that the
+checkpoint was provably made with (training.origin), or those of a recipe that the user names; never a guess.
 """
 
 from __future__ import annotations
@@ -19,23 +20,40 @@ from parallel_synthesis import compat
 from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.commit import link_checkpoint, set_latest
 from parallel_synthesis.checkpoint.replace import replace_json
-from parallel_synthesis.errors import CheckpointError, ConfigError, StorageError
+from parallel_synthesis.checkpoint.structure import refuse_unsound
+from parallel_synthesis.errors import CheckpointError, ConfigError, DataError, StorageError
 from parallel_synthesis.provenance.schema import load_json, read_json
-from parallel_synthesis.recipe import Resolved, load_recipe
+from parallel_synthesis.recipe import Resolved, load_recipe, load_record
 from parallel_synthesis.resources import resource
 from parallel_synthesis.training.log import LogWriter, count_attempts
-from parallel_synthesis.training.plan import refuse_existing, with_canonical_tasks
+from parallel_synthesis.training.origin import Origin, origin_of, run_around
+from parallel_synthesis.training.plan import missing_inputs, refuse_existing, with_canonical_tasks
+from parallel_synthesis.training.records import parent_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint with a training state. run: the run it is of, when its run_args.json is there. ours: by its files."""
+    """A checkpoint with a training state.
+
+    name: what records keep of it: RUN@NAME, a directory, a Hub id at its commit. origin: the run that made it, as far
+    as that is proved.
+    """
 
     given: str
+    name: str
     checkpoint: Path
     step: int
-    run: Path | None
-    ours: bool
+    origin: Origin
+
+    @property
+    def run(self) -> Path | None:
+        """The directory of the run that made it, where that is at hand."""
+        return self.origin.run
+
+    @property
+    def ours(self) -> bool:
+        """One of ours that needs no recipe: its run's record is known."""
+        return self.origin.record is not None
 
 
 def find_source(given: str, *, step: int | None = None) -> Source | None:
@@ -63,9 +81,21 @@ def find_source(given: str, *, step: int | None = None) -> Source | None:
     if wanted not in found:
         there = ", ".join(map(str, sorted(found)))
         raise CheckpointError(f"{given} has no training state of step {wanted}; there are those of: {there}")
-    run = _run_of(found[wanted])
-    ours = layout.is_committed(found[wanted]) and run is not None and _is_ours(run)
-    return Source(given=given, checkpoint=found[wanted], step=wanted, run=run, ours=ours)
+    origin = origin_of(found[wanted])
+    name = _name(given, found[wanted], origin)
+    return Source(given=given, name=name, checkpoint=found[wanted], step=wanted, origin=origin)
+
+
+def _name(given: str, checkpoint: Path, origin: Origin) -> str:
+    """`given`, or where that is a run the form that goes on meaning this checkpoint of it: RUN@NAME."""
+    run = Path(given).expanduser()
+    if origin.run is None or not run.is_dir() or run.resolve() != origin.run.resolve():
+        return given
+    step = _step(checkpoint)
+    names = [name for name, kept in layout.committed_milestones(run).items() if _step(kept) == step]
+    if layout.is_committed(layout.RunPaths(run).step(step)):
+        names.append(layout.step_name(step))
+    return f"{run}@{names[0]}" if names else given
 
 
 def begin(
@@ -79,18 +109,24 @@ def begin(
 ) -> list[str]:
     """Makes `out` a run that stands at the source's step; returns what could not be carried over, one sentence each.
 
-    recipe: what a reference run's own flags are laid over (milestones, for instance). sets: over both.
-    environ: read only where the source has no run_args.json. Raises RunExistsError when `out` is taken.
+    recipe: the settings of a checkpoint whose run is not known; what a reference run's own flags are laid over
+    (milestones, for instance). Not read for a checkpoint whose settings are known. sets: over all.
+    environ: read only where the source has no run_args.json. Raises RunExistsError when `out` is taken, ConfigError
+    where it is not known how the checkpoint was made and no recipe says it.
     """
     paths = layout.RunPaths(out)
     refuse_existing(paths)
+    refuse_unknown(source, out, recipe=recipe)
     hidden = layout.RunPaths(out.absolute().with_name(f".{out.name}.continuation"))
     try:
         if hidden.out.exists():  # of an earlier call that was killed
             shutil.rmtree(hidden.out)
         hidden.step_checkpoints.mkdir(parents=True)
         if source.ours:
-            said = _copy(source, hidden)
+            said = _copy(source, hidden, sets, argv)
+        elif source.origin.ours:
+            assert recipe is not None, "refuse_unknown says so"
+            said = _adopt(source, hidden, recipe=recipe, sets=sets, environ=environ or {}, argv=argv)
         else:
             said = _convert(source, hidden, paths, recipe=recipe, sets=sets, environ=environ or {}, argv=argv)
         set_latest(hidden.step_checkpoints, source.step)
@@ -110,12 +146,69 @@ def wait_for(out: Path) -> bool:
     return layout.RunPaths(out).run_args.exists()
 
 
-def _copy(source: Source, hidden: layout.RunPaths) -> list[str]:
-    assert source.run is not None
-    record = load_json(layout.RunPaths(source.run).run_args, "run_args")
+def refuse_unknown(source: Source, out: Path, *, recipe: str | None) -> None:
+    """ConfigError where nothing proves with which settings the checkpoint was made, and no recipe is given."""
+    if recipe is not None or source.ours or (source.run is not None and not source.origin.ours):
+        return
+    why = f" ({source.origin.doubt})" if source.origin.doubt else ""
+    raise ConfigError(
+        [
+            f"{source.name} does not say with which settings it was made{why}: give its recipe by --recipe R (with --set "
+            f"for what was set), or name a checkpoint in its run's own directory: "
+            f"`ps resume RUN --step {source.step} --out {out}`"
+        ]
+    )
+
+
+def settings_from(source: Source, recipe: str | None) -> str:
+    """In words, where the settings of the new run come from."""
+    if source.ours:
+        inside = source.run is not None and run_around(source.checkpoint) is not None
+        return f"those of {source.run}" if inside else "those that the checkpoint carries"
+    given = f"those of recipe {recipe}"
+    if source.run is not None:
+        return f"those of {source.run}" + ("" if recipe is None else f", over {given}")
+    return given + (f"; {source.origin.doubt}" if source.origin.doubt else "")
+
+
+def _copy(source: Source, hidden: layout.RunPaths, sets: Sequence[str], argv: Sequence[str]) -> list[str]:
+    record = source.origin.record
+    assert record is not None
+    where = (source.checkpoint if source.run is None else source.run) / layout.RUN_ARGS
+    missing = missing_inputs(load_record(record, path=where, sets=sets).config)
+    if missing:  # said before anything is made: on another machine the places are others
+        listed = "".join(f"\n  - {text}" for text in missing)
+        raise DataError(
+            f"what the run of {source.name} was trained on is not where it was:{listed}\nsay where it is by "
+            f"--set data.root=DIR, data.files.TASK=FILE or backbone.model=MODEL; its content is compared, not its place"
+        )
     link_checkpoint(source.checkpoint, hidden.step(source.step), copy=True)
-    replace_json(hidden.run_args, record, "run_args")
+    kept = {"argv": list(argv), **record, "continued_from": parent_record(source.name, source.checkpoint)}
+    replace_json(hidden.run_args, kept, "run_args")
     return []
+
+
+def _adopt(
+    source: Source,
+    hidden: layout.RunPaths,
+    *,
+    recipe: str,
+    sets: Sequence[str],
+    environ: Mapping[str, str],
+    argv: Sequence[str],
+) -> list[str]:
+    """One of ours from before checkpoints carried their run's record: the same bytes, the settings of a recipe."""
+    # Here, not at the top: torch is not needed to find out what there is.
+    from parallel_synthesis.training.conversion import adopt
+
+    meta = load_json(source.checkpoint / layout.CHECKPOINT_META, "checkpoint_meta")
+    resolved, said = _resolve(source, meta["ranks"], recipe, sets, environ)
+    record, more = adopt(source.checkpoint, meta, resolved, argv=argv)
+    link_checkpoint(source.checkpoint, hidden.step(source.step), copy=True)
+    parent = parent_record(source.name, source.checkpoint)
+    document = dataclasses.replace(record, continued_from=parent).document()
+    replace_json(hidden.run_args, document, "run_args")
+    return [*said, *more]
 
 
 def _convert(
@@ -132,12 +225,13 @@ def _convert(
     from parallel_synthesis.checkpoint.reference_state import read_reference_state
     from parallel_synthesis.training.conversion import Converted, convert
 
+    refuse_unsound(source.checkpoint)
     state, said = read_reference_state(source.checkpoint / layout.TRAINING_STATE)
     by_rank = state.get("rank_state_by_rank")
     resolved, more = _resolve(source, len(by_rank) if by_rank else 1, recipe, sets, environ)
     said += more
     converted: Converted = convert(
-        source.checkpoint, state, resolved, given=source.given, out=paths.out, argv=argv
+        source.checkpoint, state, resolved, given=source.name, out=paths.out, argv=argv
     )
     said += converted.said
     converted.write(hidden.step(source.step))
@@ -211,19 +305,6 @@ def _can_continue(place: Path) -> bool:
 def _step(checkpoint: Path) -> int:
     step: int = load_json(checkpoint / layout.CHECKPOINT_META, "checkpoint_meta")["global_step"]
     return step
-
-
-def _run_of(checkpoint: Path) -> Path | None:
-    """The run a checkpoint lies in; else the one it says it is of, when that is there."""
-    inside = checkpoint.resolve()
-    for place in (inside, inside.parent, inside.parent.parent):
-        if (place / layout.RUN_ARGS).is_file():
-            return place
-    meta = checkpoint / layout.CHECKPOINT_META
-    says = read_json(meta).get("source_run_dir") if meta.is_file() else None
-    if isinstance(says, str) and says and (Path(says) / layout.RUN_ARGS).is_file():
-        return Path(says)
-    return None
 
 
 def _is_ours(run: Path) -> bool:

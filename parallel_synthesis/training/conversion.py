@@ -1,7 +1,11 @@
-"""A checkpoint of the reference implementation as one of ours: state, counters, place in the order, components."""
+"""A checkpoint of the reference implementation as one of ours: state, counters, place in the order, components.
+
+And one of ours whose run is not known, under the settings of a recipe: it is checked that they can be its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +17,21 @@ from safetensors.torch import load_file
 
 from parallel_synthesis.checkpoint import layout
 from parallel_synthesis.checkpoint.components import HostState, capture, read_mapper, write_checkpoint
-from parallel_synthesis.checkpoint.state import state_problems, training_state
+from parallel_synthesis.checkpoint.reference_state import refuse_streams
+from parallel_synthesis.checkpoint.state import read_training_state, state_problems, training_state
+from parallel_synthesis.config import Config
 from parallel_synthesis.data.order import Order
+from parallel_synthesis.data.tasks import canonical_name
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance.schema import read_json
 from parallel_synthesis.recipe import Resolved
 from parallel_synthesis.training.engine import pinned
 from parallel_synthesis.training.extent import open_files, order_of, total_steps
+from parallel_synthesis.training.place import check_place, loop_key
 from parallel_synthesis.training.progress import Progress
 from parallel_synthesis.training.records import RunRecord, parent_record, run_record
+
+_MAPPER_PARAMETERS = 4  # weight and bias of two layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +61,13 @@ def convert(
     """
     config = pinned(resolved.config)
     ranks = config.run.ranks
-    files = open_files(config, config.data.files, config.data.tasks)
-    order = order_of(config, {task: file.rows for task, file in files.items()})
-    total = total_steps(config, order.steps_per_epoch)
+    record, order = _indexed(config, resolved, argv)
     progress = Progress(tasks=config.data.tasks, ranks=ranks, steps_per_epoch=order.steps_per_epoch)
-    record = run_record(
-        config,
-        recipe_sha256=resolved.sha256,
-        origins=resolved.origins,
-        files=files,
-        backbone={},  # not recorded by the reference: the first resume does
-        total_steps=total,
-        argv=argv,
-    )
-    for file in files.values():
-        file.close()
     loop = _loop(state, ranks)
     said = _said(state, loop, ranks)
-    _check_place(checkpoint, loop, order)
-    progress.restore({**state, _loop_key(ranks): loop})
+    _check_order(checkpoint, loop, order)
+    said += _check_optimizer(checkpoint, state, resolved)
+    progress.restore({**state, loop_key(ranks): loop})
     _end_epoch(progress)
     ours = training_state(
         global_step=progress.step,
@@ -83,6 +81,9 @@ def convert(
     if found:
         listed = "\n".join(f"  {problem}" for problem in found)
         raise CheckpointError(f"{checkpoint / layout.TRAINING_STATE} can not be continued from:\n{listed}")
+    refuse_streams(checkpoint / layout.TRAINING_STATE, ours)
+    adapter = _adapter(checkpoint)
+    _check_fits(checkpoint, config, ours, loop.get("tasks"), adapter)
     meta = read_json(checkpoint / layout.CHECKPOINT_META)
     if meta.get("global_step") != progress.step:
         raise CheckpointError(
@@ -96,7 +97,7 @@ def convert(
             "hidden_dim": config.mapper.hidden_dim,
             "metadata_features": config.mapper.metadata_features,
         },
-        adapter=_adapter(checkpoint),
+        adapter=adapter,
         adapter_config=read_json(checkpoint / layout.ADAPTER_CONFIG),
         training_state=ours,
         meta={
@@ -110,16 +111,124 @@ def convert(
             "method": config.run.method,
             "base_model": config.backbone.model,
             "ranks": ranks,
-            "total_steps": total,
+            "total_steps": record.total_steps,
             "data": {task: entry["sha256"] for task, entry in record.data.items()},
             "parents": [parent_record(given, checkpoint)],
+            "run": record.carried(),
         },
     )
     return Converted(host=host, record=record, said=said)
 
 
-def _loop_key(ranks: int) -> str:
-    return "distributed_loop_state" if ranks > 1 else "single_loop_state"
+def adopt(
+    checkpoint: Path, meta: Mapping[str, Any], resolved: Resolved, *, argv: Sequence[str]
+) -> tuple[RunRecord, list[str]]:
+    """The record of a run that goes on from a checkpoint of ours under a recipe's settings, and what can not be checked.
+
+    For checkpoints from before they carried their run's record. Raises CheckpointError where the recipe can not be that
+    of the checkpoint's run: another seed, other data, another length, learning rate or method.
+    """
+    config = pinned(resolved.config)
+    record, order = _indexed(config, resolved, argv)
+    state = read_training_state(
+        checkpoint / layout.TRAINING_STATE, ranks=config.run.ranks, step=meta["global_step"]
+    )
+    _check_order(checkpoint, state[loop_key(config.run.ranks)], order)
+    said = [
+        "the checkpoint is from a version that did not keep its run's settings: those of the recipe are taken"
+    ]
+    said += _check_optimizer(checkpoint, state, resolved)
+    for name, saved, now, origin in (
+        ("run.method", meta.get("method"), config.run.method, "run.method"),
+        ("the planned end, in steps", meta.get("total_steps"), record.total_steps, "run.max_steps"),
+    ):
+        if saved is not None and saved != now:
+            said += _differs(checkpoint, resolved, name, saved, now, origin)
+    for task in sorted(meta.get("data", {}).keys() | record.data.keys()):
+        saved, entry = meta.get("data", {}).get(task), record.data.get(task, {})
+        if meta.get("data") and saved not in (entry.get("sha256"), entry.get("unpacked_sha256")):
+            raise CheckpointError(
+                f"{checkpoint} was made with data of task {task} of sha256 {str(saved)[:16]}, here it is "
+                f"{str(entry.get('sha256'))[:16]} ({entry.get('path', 'not in the recipe')}): give the run's own data"
+            )
+    if meta.get("versions"):  # so that the resume compares with those that the checkpoint was made with
+        record = dataclasses.replace(record, environment={**record.environment, "packages": meta["versions"]})
+    return record, said
+
+
+def _indexed(config: Config, resolved: Resolved, argv: Sequence[str]) -> tuple[RunRecord, Order]:
+    """Indexes the data; the record of a run over it, without its backbone, which the first resume adds."""
+    files = open_files(config, config.data.files, config.data.tasks)
+    try:
+        order = order_of(config, {task: file.rows for task, file in files.items()})
+        record = run_record(
+            config,
+            recipe_sha256=resolved.sha256,
+            origins=resolved.origins,
+            files=files,
+            backbone={},
+            total_steps=total_steps(config, order.steps_per_epoch),
+            argv=argv,
+        )
+    finally:
+        for file in files.values():
+            file.close()
+    return record, order
+
+
+def _check_fits(
+    checkpoint: Path,
+    config: Config,
+    state: Mapping[str, Any],
+    tasks: Sequence[str] | None,
+    adapter: Mapping[str, torch.Tensor],
+) -> None:
+    """The tasks and the trained parameters are those of the config; what a state is by itself has been judged."""
+    if tasks is not None and sorted(map(canonical_name, tasks)) != sorted(config.data.tasks):
+        raise CheckpointError(
+            f"{checkpoint}: its tasks are {', '.join(tasks)}, those here are {', '.join(config.data.tasks)}: "
+            f"give its run's by --set data.tasks=..., or use another checkpoint"
+        )
+    lora = sum(".lora_" in name for name in adapter)
+    count = {"both": _MAPPER_PARAMETERS + lora, "mapper_only": _MAPPER_PARAMETERS, "lora_only": lora}
+    saved = sum(len(group["params"]) for group in state["optimizer_state"]["param_groups"])
+    if saved != count[config.run.components]:
+        raise CheckpointError(
+            f"{checkpoint}: its optimizer is of {saved} parameters, expected {count[config.run.components]} with "
+            f"run.components = {config.run.components}: set it to the run's, or use another checkpoint"
+        )
+
+
+def _check_order(checkpoint: Path, loop: Mapping[str, Any], order: Order) -> None:
+    check_place(
+        checkpoint,
+        loop,
+        steps_per_epoch=order.steps_per_epoch,
+        epoch_rng_state=lambda epoch: order.epoch(epoch).rng_state,
+    )
+
+
+def _check_optimizer(checkpoint: Path, state: Mapping[str, Any], resolved: Resolved) -> list[str]:
+    """The optimizer's settings are in its state: those of the config must be the same, or set by the user."""
+    groups = (state.get("optimizer_state") or {}).get("param_groups") or [{}]
+    said = []
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        saved, now = groups[0].get(key), getattr(resolved.config.optim, name)
+        if isinstance(saved, int | float) and saved != now:
+            said += _differs(checkpoint, resolved, f"optim.{name}", saved, now, f"optim.{name}")
+    return said
+
+
+def _differs(
+    checkpoint: Path, resolved: Resolved, name: str, saved: object, now: object, field: str
+) -> list[str]:
+    """Refuses what the checkpoint tells otherwise, unless it was set by the user's own `--set`: then it is said."""
+    if resolved.origins.get(field) == "--set":
+        return [f"{name} was {saved} in the checkpoint's run and is {now} now, as it was set"]
+    raise CheckpointError(
+        f"{checkpoint} was made with {name} = {saved}, {resolved.name} has {now}: this is not its recipe; give the "
+        f"right one, or --set {field}=VALUE"
+    )
 
 
 def _streams(state: Mapping[str, Any], rank: int, ranks: int) -> Mapping[str, Any]:
@@ -130,9 +239,9 @@ def _streams(state: Mapping[str, Any], rank: int, ranks: int) -> Mapping[str, An
 
 def _loop(state: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """The loop's counters with what ours needs besides. Steps of before a fast-forward were never attempted there."""
-    given = state.get(_loop_key(ranks))
+    given = state.get(loop_key(ranks))
     if not isinstance(given, Mapping):
-        raise CheckpointError(f"the training state lacks {_loop_key(ranks)}: it is of another layout")
+        raise CheckpointError(f"the training state lacks {loop_key(ranks)}: it is of another layout")
     loop = dict(given)
     last = loop.get("last_step_loss")
     loop["last_step_loss"] = float("nan") if last is None else last
@@ -143,30 +252,6 @@ def _loop(state: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         skipped, updates = loop.get("skipped_steps", 0), loop.get("optimizer_steps", 0)
     loop["attempted_steps"] = skipped + updates
     return loop
-
-
-def _check_place(checkpoint: Path, loop: Mapping[str, Any], order: Order) -> None:
-    """Refuses where the same step would take other rows here: another length of an epoch, seed or number of rows."""
-    epoch, within, step = (loop.get(key) for key in ("epoch_idx", "next_batch_idx_in_epoch", "global_step"))
-    if not isinstance(epoch, int) or not isinstance(within, int) or not isinstance(step, int):
-        raise CheckpointError(f"{checkpoint}: the training state does not say where in its epoch it stands")
-    if epoch * order.steps_per_epoch + within != step or within > order.steps_per_epoch:
-        raise CheckpointError(
-            f"{checkpoint}: step {step} is step {within} of epoch {epoch + 1} there, and an epoch has "
-            f"{order.steps_per_epoch} steps here: these are not the run's data files, batch size or steps_per_epoch"
-        )
-    saved = _python_state(loop.get("current_epoch_rng_state_before_build"))
-    if saved is not None and saved != order.epoch(epoch).rng_state:
-        raise CheckpointError(
-            f"{checkpoint}: epoch {epoch + 1} was shuffled from another state than here, so the order of the rows "
-            f"would not be the run's: give its seed, its data files and its order of the tasks"
-        )
-
-
-def _python_state(given: Any) -> tuple[Any, ...] | None:
-    if not isinstance(given, list | tuple) or len(given) != 3:
-        return None
-    return (given[0], tuple(given[1]), given[2])
 
 
 def _end_epoch(progress: Progress) -> None:

@@ -163,9 +163,17 @@ def warnings(engine: Engine) -> list[str]:
         found += filter(None, (file.loose.note(task) for task, file in engine.files.items()))
     wanted = engine.config.run.max_steps
     if wanted is not None and wanted > engine.total_steps:
+        epochs, shortened = engine.config.run.epochs, engine.config.run.steps_per_epoch
+        if shortened is not None and shortened * epochs == engine.total_steps:
+            why, what = (
+                f"the run's end by run.steps_per_epoch = {shortened:,}",
+                "run.steps_per_epoch or run.epochs",
+            )
+        else:
+            why, what = "the data", "run.epochs"
         found.append(
-            f"run.max_steps = {wanted:,} is beyond the data: the run ends after {engine.total_steps:,} steps; "
-            f"raise run.epochs to go on"
+            f"run.max_steps = {wanted:,} is beyond {why}: the run ends after {engine.total_steps:,} steps; "
+            f"raise {what} to go on"
         )
     return found
 

@@ -16,6 +16,7 @@ from parallel_synthesis.checkpoint.merge_files import TensorFile
 from parallel_synthesis.checkpoint.merge_lowrank import factor
 from parallel_synthesis.checkpoint.merge_plan import MergeInput, lora_modules
 from parallel_synthesis.checkpoint.merge_stream import CHUNK
+from parallel_synthesis.checkpoint.nearby import nothing_at
 from parallel_synthesis.errors import BackboneError, CheckpointError
 from parallel_synthesis.provenance import hub
 from parallel_synthesis.provenance.hashing import Bytes
@@ -53,6 +54,8 @@ def find_model(model: str) -> tuple[str, Path]:
     if not directory.exists() and hub.hub_id(model) is not None:
         snapshot = hub.fetched(model, _MODEL, refused=BackboneError)
         name, directory = snapshot.name, snapshot.directory
+    elif not directory.exists():
+        raise nothing_at(model, expected="the directory of a model or a Hub id", refused=BackboneError)
     if not directory.is_dir() or not (directory / CONFIG).is_file():
         raise BackboneError(
             f"{model}: expected the directory of a model, with {CONFIG} and safetensors files"

@@ -3,7 +3,8 @@
 The expression is loose and takes its groups for what they seem to be; log_columns.py checks them all at once, and when
 one is not, every line of the chunk is read with care. tests/training/test_log_fast.py holds the two ways together.
 
-Memory is one chunk, whatever the size of the log. A line longer than LONGEST is passed over, named and not kept.
+Memory is one chunk, whatever the size of the log. A line longer than LONGEST is passed over, named and not kept;
+it is named once its end is there, so that one that is still being written is not met twice.
 """
 
 from __future__ import annotations
@@ -66,26 +67,29 @@ class ChunkReader:
 
     def _read(self, file: BinaryIO, start: int, end: int | None, line: int) -> Iterator[Chunk]:
         file.seek(start)
-        offset, held, passing = start, b"", False
-        while end is None or offset + len(held) < end:
-            wanted = CHUNK if end is None else min(CHUNK, end - offset - len(held))
+        # passed: bytes, from the offset on, of a line that is too long to be held
+        offset, held, passed = start, b"", 0
+        while end is None or offset + passed + len(held) < end:
+            wanted = CHUNK if end is None else min(CHUNK, end - offset - passed - len(held))
             read = file.read(wanted)
             if not read:
                 return
             data = held + read if held else read
             cut = data.rfind(b"\n") + 1
             if cut == 0:
-                if len(data) < LONGEST and not passing:
+                if len(data) < LONGEST and not passed:
                     held = data
                     continue
-                if not passing:
-                    self._note("line too long", line)
-                offset, held, passing = offset + len(data), b"", True
+                passed, held = passed + len(data), b""
                 continue
             held = data[cut:]
-            if passing:  # the end of a line that was too long
+            if passed:  # the end of a line that was too long: it is passed over, and counts as a line
                 past = data.index(b"\n") + 1
-                offset, line, passing = offset + past, line + 1, False
+                self._note("line too long", line)
+                length, passed = passed + past, 0
+                nothing = Slow(self.tasks)
+                yield make_chunk(None, nothing, offset=offset, length=length, first_line=line, lines=1)
+                offset, line = offset + length, line + 1
                 data, cut = data[past:], cut - past
                 if cut == 0:
                     continue

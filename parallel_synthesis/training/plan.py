@@ -25,11 +25,18 @@ from parallel_synthesis.config import Config
 from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.order import Order
 from parallel_synthesis.data.tasks import TASKS, Task, canonical_name, find_task, task_path
-from parallel_synthesis.errors import BackboneError, DataError, RunExistsError, StorageError
+from parallel_synthesis.errors import (
+    BackboneError,
+    DataError,
+    ParallelSynthesisError,
+    RunExistsError,
+    StorageError,
+)
 from parallel_synthesis.model.sizes import read_shapes, trainable_sizes
 from parallel_synthesis.model.source import find_source, looks_like_path
 from parallel_synthesis.resources import resolve_path
 from parallel_synthesis.training.extent import order_of, total_steps
+from parallel_synthesis.training.init_plan import InitPlan, look_at_init, unattached
 from parallel_synthesis.values import nearest
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 RowsFrom = Literal["cached index", "indexed", "manifest", "unknown"]
 _NOWHERE = Path(os.devnull) / "nowhere"  # an index cache that can not be written
 _STATE_BYTES_PER_RANK = 40_000  # RNG streams and counters of one logical rank, as measured
-_OVERHEAD_BYTES = 20_000  # headers, JSON files, the epoch's RNG state
+_OVERHEAD_BYTES = 26_000  # headers, JSON files with the run's record, the epoch's RNG state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,7 @@ class Plan:
     """Steps are global, None where a row count is unknown. missing: what must be there before it can run.
 
     refused: what a start would raise although the files are there, such as rows that are not valid.
+    init: the checkpoint whose components it starts from.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -104,8 +112,9 @@ class Plan:
     milestones: tuple[MilestonePlan, ...]
     disk: DiskPlan | None
     trainable_parameters: int | None
+    init: InitPlan | None
     missing: tuple[str, ...]
-    refused: tuple[DataError | StorageError, ...]
+    refused: tuple[ParallelSynthesisError, ...]
     warnings: tuple[str, ...]
 
 
@@ -192,14 +201,19 @@ def refuse_existing(paths: RunPaths) -> None:
         raise RunExistsError(f"{paths.out} is not an empty directory; name another --out")
 
 
-def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) -> Plan:
+def plan(
+    config: Config, *, cache: Path | None = None, out: Path | None = None, init: str | None = None
+) -> Plan:
     """Plans a run. cache: where indices are kept (None: the usual place), only read. out: for its free space.
 
-    The config has canonical task names (`with_canonical_tasks`). Nothing that is missing is an error here.
+    init: the checkpoint to start from; CheckpointError when it is none, since a misspelt one is no plan. The config
+    has canonical task names (`with_canonical_tasks`). Nothing else that is missing is an error here.
     """
+    shapes = read_shapes(config.backbone.model, config.backbone.revision) or {}
+    start, unfit = look_at_init(init, config, shapes) if init is not None else (None, [])
     missing = missing_inputs(config)
     warnings: list[str] = []
-    refused: list[DataError | StorageError] = []
+    refused: list[ParallelSynthesisError] = []
     tasks = []
     for name in config.data.tasks:
         task, problem = _task(config, name, cache)
@@ -220,9 +234,9 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
         tasks = [_with_order(task, order) for task in tasks]
         warnings += [f"task {task.task} fills no step: {task.rows} rows" for task in tasks if not task.steps]
     total = None if order is None else _total(config, order.steps_per_epoch, warnings)
-    sizes = trainable_sizes(
-        read_shapes(config.backbone.model, config.backbone.revision) or {}, config.lora, config.mapper
-    )
+    foreign = unattached(config, shapes)
+    refused += [*([] if foreign is None else [foreign]), *unfit]
+    sizes = None if foreign is not None else trainable_sizes(shapes, config.lora, config.mapper)
     trained = None
     disk = None
     if sizes is not None:
@@ -256,6 +270,7 @@ def plan(config: Config, *, cache: Path | None = None, out: Path | None = None) 
         milestones=milestones,
         disk=disk,
         trainable_parameters=trained,
+        init=start,
         missing=tuple(missing),
         refused=tuple(refused),
         warnings=tuple(warnings),

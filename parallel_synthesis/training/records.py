@@ -12,12 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from parallel_synthesis import __version__
-from parallel_synthesis.checkpoint.layout import ADAPTER_MODEL, CACHE_MAPPER, CHECKPOINT_META, RunPaths
+from parallel_synthesis.checkpoint.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    CACHE_MAPPER,
+    CACHE_MAPPER_CONFIG,
+    CHECKPOINT_META,
+    RunPaths,
+    is_committed,
+)
 from parallel_synthesis.checkpoint.replace import replace_json
 from parallel_synthesis.config import Config
 from parallel_synthesis.data.index import RowFile
+from parallel_synthesis.errors import CheckpointError, StorageError
+from parallel_synthesis.provenance.check import Expected, Place, check
 from parallel_synthesis.provenance.environment import fingerprint
 from parallel_synthesis.provenance.hashing import sha256_file
+from parallel_synthesis.provenance.inside import Inside
+from parallel_synthesis.provenance.manifest import listing
 from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.resources import resolve_path
 from parallel_synthesis.training.events import Evaluation
@@ -25,11 +37,14 @@ from parallel_synthesis.training.progress import Progress, finite
 
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".gguf")
 _BAD_ROWS_LISTED = 1000
+# What a run reads of the checkpoint that it starts from.
+_TAKEN = (CACHE_MAPPER, CACHE_MAPPER_CONFIG, ADAPTER_CONFIG, ADAPTER_MODEL, CHECKPOINT_META)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What fixes a run's data and loss, as run_args.json holds it."""
+    """What fixes a run's data and loss, as run_args.json holds it. continued_from: the checkpoint of another run that
+    it went on from, as `parent_record` describes it."""
 
     config: Config
     recipe_sha256: str
@@ -41,6 +56,7 @@ class RunRecord:
     total_steps: int
     accepted_drift: Sequence[str] = ()
     attempts: Sequence[Mapping[str, Any]] = ()
+    continued_from: Mapping[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
         return {
@@ -58,7 +74,19 @@ class RunRecord:
             "total_steps": self.total_steps,
             "accepted_drift": list(self.accepted_drift),
             "attempts": [dict(attempt) for attempt in self.attempts],
+            **({} if self.continued_from is None else {"continued_from": dict(self.continued_from)}),
         }
+
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint carries of it: all that decides how the run goes on, not who typed what and when."""
+        document = self.document()
+        for key in ("argv", "origins", "attempts", "continued_from"):
+            document.pop(key, None)
+        document["data"] = {
+            task: {key: value for key, value in entry.items() if key != "bad_rows_first"}
+            for task, entry in self.data.items()
+        }
+        return document
 
     def write(self, paths: RunPaths) -> None:
         replace_json(paths.run_args, self.document(), "run_args")
@@ -175,10 +203,33 @@ def backbone_record(
 
 
 def parent_record(given: str, components: Path) -> dict[str, Any]:
-    """A parent of a checkpoint: where it was, its step (None when it does not say), the sha256 of its components."""
+    """A parent of a checkpoint: where it was, its step (None when it does not say), the sha256 of its components.
+
+    What a run takes of it is read in full and compared with its manifest, where it has one: `checked` says whether.
+    Raises CheckpointError for a damaged file, StorageError for one that can not be read.
+    """
+    listed = _check_parent(given, components) if is_committed(components) else {}
     meta = components / CHECKPOINT_META
+    weights = (CACHE_MAPPER, ADAPTER_MODEL)
     return {
         "source": given,
         "step": read_json(meta).get("global_step") if meta.is_file() else None,
-        "components": {name: sha256_file(components / name) for name in (CACHE_MAPPER, ADAPTER_MODEL)},
+        "components": {
+            name: listed[name].sha256 if name in listed else sha256_file(components / name)
+            for name in weights
+        },
+        "checked": all(name in listed for name in weights),
     }
+
+
+def _check_parent(given: str, components: Path) -> Mapping[str, Expected]:
+    """What the manifest lists of the files that a run starts from, all of them as it says."""
+    listed = {name: file for name, file in listing(components).files.items() if name in _TAKEN}
+    problems = check([Place(inside=Inside.of(components), files=listed, extra=False)]).places[0].problems
+    if problems:
+        kind = StorageError if problems[0].kind == "unreadable" else CheckpointError
+        raise kind(
+            f"{components / problems[0].path} is not what the manifest beside it says: {problems[0].detail}; nothing was "
+            f"started. `ps verify {given}` tells more; restore it from a good copy, or name another checkpoint"
+        )
+    return listed

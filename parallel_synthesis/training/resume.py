@@ -19,6 +19,7 @@ from parallel_synthesis.training.engine import Engine, build_engine, open_proces
 from parallel_synthesis.training.events import Observer, TrainResult
 from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.loop import run_to_end
+from parallel_synthesis.training.place import check_place, loop_key
 from parallel_synthesis.training.ranks import Processes
 from parallel_synthesis.training.records import RunRecord, config_sha256, read_evaluations
 from parallel_synthesis.training.repeats import Repeats, read_logged
@@ -81,12 +82,19 @@ def take_up(target: Target, options: ResumeOptions, *, observer: Observer) -> Ru
     record, found = _check_drift(saved, record_of(resolved, engine, argv=options.argv), options, processes)
     state = read_training_state(choice.path / TRAINING_STATE, ranks=config.run.ranks, step=choice.step)
     engine.restore(choice.path, state)
+    if not any(item.kind == drift.DATA for item in found):  # then another order was asked for
+        check_place(
+            choice.path,
+            state[loop_key(config.run.ranks)],
+            steps_per_epoch=engine.progress.steps_per_epoch,
+            epoch_rng_state=engine.preparer.epoch_rng_state,
+        )
     evaluations = read_evaluations(paths, until=choice.step)
     saver = Saver(
         engine,
         paths=paths,
         record=record,
-        parents=load_json(choice.path / CHECKPOINT_META, "checkpoint_meta").get("parents", []),
+        parents=_parents(saved, choice),
         observer=observer,
         evaluations=evaluations,
     )
@@ -179,8 +187,22 @@ def _with_attempt(
         "drift": [dataclasses.asdict(item) for item in found],
     }
     return dataclasses.replace(
-        record, argv=saved.get("argv", []), attempts=[*saved.get("attempts", []), entry]
+        record,
+        argv=saved.get("argv", []),
+        attempts=[*saved.get("attempts", []), entry],
+        continued_from=saved.get("continued_from"),
     )
+
+
+def _parents(saved: dict[str, Any], choice: Choice) -> list[dict[str, Any]]:
+    """What the run was begun from: the checkpoint of another run that it went on from, else what its own ones say."""
+    continued: dict[str, Any] | None = saved.get("continued_from")
+    if continued is not None:
+        return [continued]
+    parents: list[dict[str, Any]] = load_json(choice.path / CHECKPOINT_META, "checkpoint_meta").get(
+        "parents", []
+    )
+    return parents
 
 
 def _put_aside(paths: RunPaths, choice: Choice, attempt: int, observer: Observer) -> None:

@@ -51,6 +51,7 @@ class Saver:
         self._config = engine.config
         self._paths = paths
         self._record = record
+        self._carried = record.carried()
         self._parents = parents
         self._observer = observer
         self._evaluations = evaluations  # the run's own list: it grows there
@@ -219,6 +220,7 @@ class Saver:
             **self._engine.synthesizer.embeddings_record(),
             "accepted_drift": list(self._record.accepted_drift),
             "versions": dict(self._record.environment["packages"]),
+            "run": self._carried,
         }
 
     def _summary(self) -> dict[str, Any]:

@@ -42,11 +42,13 @@ def start_run(
     if processes.is_first and not overwrite:
         refuse_existing(paths)
     start = _start(init, processes) if init is not None else None
-    engine = build_engine(config, processes, device, components=start.directory if start else None)
     parents = []
+    if start is not None:  # before anything is computed, and once: it reads every byte
+        found = parent_record(start.name, start.directory) if processes.is_first else {}
+        parents = [processes.exchange(found)[0]]
+    engine = build_engine(config, processes, device, components=start.directory if start else None)
     if start is not None:
         engine.load_components(start.directory)
-        parents = [parent_record(start.name, start.directory)]
     if not 0 <= order_from_step < engine.total_steps:
         raise ConfigError(
             [

@@ -16,6 +16,7 @@ from parallel_synthesis.checkpoint.layout import (
     find_components,
     parse_step,
 )
+from parallel_synthesis.checkpoint.nearby import nothing_at
 from parallel_synthesis.compat import is_reference_record
 from parallel_synthesis.errors import CheckpointError, ParallelSynthesisError
 from parallel_synthesis.provenance import hub, manifest
@@ -66,7 +67,9 @@ def find_target(given: str, *, step: int | None = None) -> Target:
             and RunPaths(inside.parent.parent).run_args.exists()
         ):
             named, path = inside, inside.parent.parent
-    if not path.is_dir() or not RunPaths(path).run_args.exists():
+    if not path.is_dir() and not path.is_file():
+        raise nothing_at(given)
+    if not RunPaths(path).run_args.exists():
         raise CheckpointError(
             f"{given}: expected a run directory (with run_args.json), a checkpoint in one, or RUN@NAME; "
             f"to start a new run from components alone use `ps train RECIPE --init {given}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,17 +11,22 @@ import typer
 
 from parallel_synthesis.errors import CheckpointError, ConfigError, ParallelSynthesisError
 from pscli.context import Call
-from pscli.options import Debug, Json, Quiet
+from pscli.options import HUB, Debug, Json, Quiet, Sets
 from pscli.output import Output, plain
 
 _PAUSE = 2.0  # seconds between two looks at a log that grows
 _DATA_NAMES = (".jsonl", ".jsonl.gz", ".json.gz")
+_EXPECTED = "a run, a train.log, a data file (.jsonl, .jsonl.gz), a checkpoint or RUN@NAME"
 
 
 def inspect(
     ctx: typer.Context,
     path: Annotated[
-        str, typer.Argument(help="A run, a train.log, a checkpoint, a data file; with --coverage a recipe.")
+        str,
+        typer.Argument(
+            help="A run or its train.log, ours or the reference implementation's; a checkpoint: a directory, RUN@NAME, or "
+            f"{HUB}; a data file (.jsonl, .jsonl.gz); with --coverage a recipe or a run."
+        ),
     ],
     against: Annotated[
         str | None, typer.Option("--against", metavar="RUN", help="Compare with another run or log.")
@@ -34,6 +40,7 @@ def inspect(
     coverage: Annotated[
         bool, typer.Option("--coverage", help="Tokenise the rows: which steps will the guards skip?")
     ] = False,
+    sets: Sets = None,
     lineage: Annotated[bool, typer.Option("--lineage", help="Show what a checkpoint descends from.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Keep watching a live run.")] = False,
     as_json: Json = False,
@@ -48,6 +55,7 @@ def inspect(
     ps inspect runs/a --step 95060             which rows it took, its loss and digests
     ps inspect runs/a --against runs/b         the first step that differs; exit 1 when one does
     ps inspect general --coverage              what the guards will skip, before any GPU hour
+    ps inspect general --coverage --set guards.live_tokens=2400
     ps inspect runs/a@general_step_95060       a checkpoint: tensors, metrics, parents
     """
     del as_json, quiet, debug
@@ -63,8 +71,12 @@ def inspect(
     if sum(chosen.values()) > 1:
         named = " and ".join(name for name, given in chosen.items() if given)
         raise ConfigError([f"{named} exclude each other: give one"])
+    if sets and not coverage:
+        raise ConfigError(
+            ["--set goes with --coverage: a recipe or a run is looked at as if it had these values"]
+        )
     if coverage:
-        show_coverage(call.output, path)
+        show_coverage(call.output, path, sets=sets or ())
     elif against is not None:
         _against(call.output, path, against)
     elif lineage:
@@ -154,7 +166,7 @@ def _follow(output: Output, view: Any, over: Any) -> None:
                 return
             time.sleep(_PAUSE)
     except KeyboardInterrupt:
-        return  # the ordinary end of watching
+        output.stops.forget()  # the ordinary end of watching
 
 
 def _over(path: Path) -> bool:
@@ -194,11 +206,22 @@ def _against(output: Output, given: str, other: str) -> None:
 
 
 def _checkpoint(output: Output, given: str) -> None:
-    from parallel_synthesis.checkpoint.layout import find_components
+    from parallel_synthesis.checkpoint.layout import locate
+    from parallel_synthesis.checkpoint.nearby import nothing_at
+    from parallel_synthesis.provenance import hub
     from parallel_synthesis.training.inspection.files import inspect_checkpoint
     from pscli import inspect_text, inspect_views
 
-    found = inspect_checkpoint(find_components(given))
+    run, at, _ = given.rpartition("@")
+    named = at and Path(run).expanduser().is_dir()
+    file = given.lower().endswith((*_DATA_NAMES, ".log"))
+    if not Path(given).expanduser().exists() and not named and (file or hub.hub_id(given) is None):
+        raise nothing_at(given, expected=_EXPECTED)
+    # A Hub id is shown as one, at its commit, not as a long path into the cache.
+    located = locate(given, quick=True)
+    found = inspect_checkpoint(
+        located.directory, source=located.name if hub.hub_id(given) is not None else None
+    )
     output.text(inspect_views.checkpoint(found, inspect_text.painter(output.colour)))
     output.document({"kind": "checkpoint", "checkpoint": plain(found)})
 
@@ -232,8 +255,8 @@ def _lineage_text(run: Path) -> str | None:
         return None
 
 
-def show_coverage(output: Output, given: str) -> None:
-    """The coverage of a run (compared with its log) or of a recipe."""
+def show_coverage(output: Output, given: str, *, sets: Sequence[str] = ()) -> None:
+    """The coverage of a run (compared with its log, if no field is overridden) or of a recipe."""
     from parallel_synthesis.provenance.schema import load_json
     from parallel_synthesis.recipe import load_recipe, load_record
     from parallel_synthesis.training.inspection.run import is_run
@@ -246,11 +269,12 @@ def show_coverage(output: Output, given: str) -> None:
         record = load_json(path / "run_args.json", "run_args")
         if "config" not in record:
             raise CheckpointError(f"{given}: a run of the reference; name a recipe to foretell its skips")
-        config = load_record(record, path=path / "run_args.json").config
-        log = RunLog(path / "train.log")
-        log.update()
+        config = load_record(record, path=path / "run_args.json", sets=sets).config
+        if not sets:
+            log = RunLog(path / "train.log")
+            log.update()
     else:
-        config = load_recipe(given, complete=with_canonical_tasks).config
+        config = load_recipe(given, sets=sets, complete=with_canonical_tasks).config
     print_coverage(output, config, log)
 
 

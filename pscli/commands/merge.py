@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parallel_synthesis.errors import ConfigError, VerificationError
-from pscli import running
 from pscli.context import Call
-from pscli.options import Debug, Json, Quiet
+from pscli.options import HUB, Debug, Json, Quiet
 from pscli.output import Output, plain, size, table
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def merge(
         list[str] | None,
         typer.Argument(
             metavar="[A B]",
-            help="Two checkpoints: directories, runs, RUN@NAME or Hub ids. One with --onto-base.",
+            help=f"Two checkpoints: directories, runs, RUN@NAME, or {HUB}. One with --onto-base.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The new checkpoint.")] = None,
@@ -42,7 +41,9 @@ def merge(
     inputs: Annotated[
         list[str] | None,
         typer.Option(
-            "--input", metavar="CKPT=W", help="In place of A B: a checkpoint and its weight; repeat."
+            "--input",
+            metavar="CKPT=W",
+            help="In place of A B: a checkpoint, named as these, and its weight; repeat.",
         ),
     ] = None,
     mapper_from: Annotated[
@@ -72,7 +73,11 @@ def merge(
     ] = False,
     onto_base: Annotated[
         str | None,
-        typer.Option("--onto-base", metavar="MODEL", help="Fold one checkpoint's LoRA into this model."),
+        typer.Option(
+            "--onto-base",
+            metavar="MODEL",
+            help="Fold one checkpoint's LoRA into this model: a directory, or OWNER/NAME of the Hub.",
+        ),
     ] = None,
     scale: Annotated[
         float | None, typer.Option("--scale", help="With --onto-base: how much of the delta, 0 to 1 [1].")
@@ -155,7 +160,7 @@ def merge(
     )
     from parallel_synthesis.checkpoint import merge as library
 
-    with running.stop_signals_interrupt(), _progress(call.output, "merging") as progress:
+    with _progress(call.output, "merging") as progress:
         result = library.merge(
             sources, out, options, recipe=loaded.name if loaded else None, dry_run=dry_run, progress=progress
         )
@@ -167,7 +172,13 @@ def merge(
         raise VerificationError([f"{out}: {problem}" for problem in found])
     if verify is not None:
         call.output.text(f"every file is as {verify} lists it")
-    elif loaded and loaded.manifest and not dry_run and _as_written(loaded, sources, options):
+    elif (
+        loaded
+        and loaded.manifest
+        and not dry_run
+        and _as_written(loaded, sources, options)
+        and _of_its_backbone(out, loaded.manifest)
+    ):
         call.output.note(f"next, on the release's own inputs: ps verify {out} --manifest {loaded.manifest}")
     call.output.document({**plain(result), "verified": verify})
 
@@ -176,6 +187,20 @@ def _as_written(recipe: MergeRecipe, sources: Sources, options: MergeOptions) ->
     """Whether no flag has changed what the recipe's manifest is of."""
     weights = tuple(weight for _, weight in sources)
     return weights == recipe.weights and options.method == recipe.method and not options.allow_mismatch
+
+
+def _of_its_backbone(out: Path, manifest: str) -> bool:
+    """Whether a merge can be what the release's manifest is of; a name may be the path of a copy."""
+    from parallel_synthesis.checkpoint.layout import ADAPTER_CONFIG
+    from parallel_synthesis.checkpoint.merge import RELEASE
+    from parallel_synthesis.provenance.schema import read_json
+    from parallel_synthesis.resources import resource
+
+    if manifest != RELEASE:
+        return True
+    released = read_json(resource("artifacts", "release_checkpoint.json"))["base_model"]
+    own = read_json(out / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return Path(str(own)).name == Path(released).name
 
 
 def _source(item: str) -> tuple[str, float]:
@@ -264,7 +289,7 @@ def _onto_base(
     tolerance: float | None,
     dry_run: bool,
 ) -> None:
-    with running.stop_signals_interrupt(), _progress(call.output, "folding") as progress:
+    with _progress(call.output, "folding") as progress:
         from parallel_synthesis.training import onto_base as library
 
         result = library.fold(

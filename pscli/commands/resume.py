@@ -13,14 +13,20 @@ import typer
 from parallel_synthesis.errors import ConfigError, StorageError
 from pscli import running
 from pscli.context import Call
-from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
+from pscli.options import HUB, Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
 
 _LONGEST_WAIT = 3600.0  # seconds in which the first process indexes the data and copies a checkpoint
 
 
 def resume(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help="A run, one of its checkpoints or milestones, or RUN@NAME.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run, one of its checkpoints or milestones, or RUN@NAME; with --out or --order-from-step also "
+            f"{HUB}."
+        ),
+    ],
     step: Annotated[
         int | None,
         typer.Option("--step", metavar="N", help="From the checkpoint of this step, not the newest."),
@@ -46,7 +52,8 @@ def resume(
         typer.Option(
             "--recipe",
             metavar="R",
-            help="With --order-from-step: the recipe to train. With --out: what a reference run's flags are laid over.",
+            help="With --order-from-step: the recipe to train. With --out: the settings of a checkpoint whose run is "
+            "not known, and what a reference run's flags are laid over.",
         ),
     ] = None,
     out: Annotated[
@@ -69,6 +76,7 @@ def resume(
     ps resume runs/a --max-steps 500               a later end
     ps resume runs/a --accept-drift torch
     ps resume runs/a --step 40 --out runs/b        in a new run; runs/a may be one of the reference implementation
+    ps resume my-lab/general --out runs/b          a checkpoint carries its run's settings, seed and order included
     ps resume CKPT --order-from-step 95060 --recipe general --out runs/b      not exact
     """
     del as_json, quiet, debug
@@ -84,7 +92,8 @@ def resume(
             ["--recipe goes with --out or --order-from-step; a run's own record says what it is"]
         )
     if out is not None:
-        _continue_in(call, run, out, step=step, recipe=recipe, sets=sets or (), nproc=nproc)
+        more = [] if max_steps is None else [f"run.max_steps={max_steps}"]
+        _continue_in(call, run, out, step=step, recipe=recipe, sets=[*(sets or ()), *more], nproc=nproc)
         run, step = str(out), None
     from parallel_synthesis.provenance.schema import load_json
     from parallel_synthesis.recipe import load_record
@@ -119,21 +128,20 @@ def resume(
     from pscli.progress import Watcher
 
     watcher = Watcher(call.output, log_every=resolved.config.log.every)
-    with running.stop_signals_interrupt() as stop:
-        from parallel_synthesis.training import resume as library
+    from parallel_synthesis.training import resume as library
 
-        stop.check()
-        options = library.ResumeOptions(
-            max_steps=max_steps,
-            sets=sets or (),
-            accept=accept or (),
-            device=device,
-            argv=running.typed_arguments(call),
-        )
-        try:
-            result = library.resume(target, options, observer=watcher)
-        finally:
-            watcher.close()
+    call.output.stops.check()  # loading torch may lose an interrupt
+    options = library.ResumeOptions(
+        max_steps=max_steps,
+        sets=sets or (),
+        accept=accept or (),
+        device=device,
+        argv=running.typed_arguments(call),
+    )
+    try:
+        result = library.resume(target, options, observer=watcher)
+    finally:
+        watcher.close()
     call.output.text(reports.ending(resolved, result))
     call.output.document(reports.result_document(resolved, result))
 
@@ -152,7 +160,7 @@ def _continue_in(
 
     Under a torchrun of the user's own the first process makes it and the others wait for its directory.
     """
-    from parallel_synthesis.training.continuation import begin, find_source, wait_for
+    from parallel_synthesis.training.continuation import begin, find_source, settings_from, wait_for
 
     worker, _ = running.role(call, nproc)
     if worker and os.environ["RANK"] != "0":
@@ -172,12 +180,12 @@ def _continue_in(
                 f"--order-from-step N --recipe R --out {out}, or start from it by `ps train R --init {given}`"
             ]
         )
-    if source.ours and recipe is not None:
-        call.output.note(f"the settings are those of {source.run}; recipe {recipe} is not read")
     said = begin(
         source, out, recipe=recipe, sets=sets, environ=os.environ, argv=running.typed_arguments(call)
     )
-    call.output.note(f"{out} goes on from {source.checkpoint}, step {source.step:,}")
+    unread = f"; recipe {recipe} is not read" if source.ours and recipe is not None else ""
+    call.output.note(f"the settings are {settings_from(source, recipe)}{unread}")
+    call.output.note(f"{out} goes on from {source.name}, step {source.step:,}")
     for text in said:
         call.output.warning(f"not carried over: {text}")
 

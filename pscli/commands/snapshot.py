@@ -9,14 +9,15 @@ import typer
 
 from parallel_synthesis.errors import CheckpointError, ConfigError
 from pscli.context import Call
-from pscli.options import Debug, Json, Quiet
+from pscli.options import HUB, Debug, Json, Quiet
 from pscli.output import plain, size, table
 
 
 def snapshot(
     ctx: typer.Context,
     run: Annotated[
-        str, typer.Argument(help="A run; with --export also one of its checkpoints, RUN@NAME or a Hub id.")
+        str,
+        typer.Argument(help=f"A run; with --export also one of its checkpoints, RUN@NAME, or {HUB}."),
     ],
     step: Annotated[
         int | None,
@@ -28,7 +29,7 @@ def snapshot(
         Path | None, typer.Option("--export", metavar="DEST", help="Write a plain copy that shares nothing.")
     ] = None,
     drop: Annotated[
-        str | None, typer.Option("--drop", metavar="NAME", help="Remove a kept checkpoint.")
+        str | None, typer.Option("--drop", metavar="NAME", help="Remove what RUN keeps under this name.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Drop without asking.")] = False,
     as_json: Json = False,
@@ -72,6 +73,12 @@ def snapshot(
             f"else there is needs a run"
         )
     place = Path(run)
+    kept_in, at, kept_as = run.rpartition("@")
+    if not place.is_dir() and at and Path(kept_in).is_dir():
+        raise CheckpointError(
+            f"{run} names one checkpoint, which goes with --export alone; here the run is meant, {kept_in}: "
+            f"`ps snapshot {kept_in} --drop {kept_as}` removes it, `ps snapshot {kept_in} --list` lists what is kept"
+        )
     if not place.is_dir():
         raise CheckpointError(f"{run}: no such directory; expected a run")
     if list_:

@@ -16,7 +16,7 @@ from parallel_synthesis.errors import ConfigError, DataError
 from parallel_synthesis.recipe import Resolved, list_recipes, load_recipe
 from pscli import running
 from pscli.context import Call
-from pscli.options import Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
+from pscli.options import HUB, Debug, Device, Json, MaxSteps, Nproc, Quiet, Sets
 from pscli.output import Output, table
 
 
@@ -57,7 +57,11 @@ def train(
     sets: Sets = None,
     init: Annotated[
         str | None,
-        typer.Option("--init", metavar="CKPT", help="Start from a checkpoint's components; a Hub id too."),
+        typer.Option(
+            "--init",
+            metavar="CKPT",
+            help=f"Start from the components of a checkpoint: a directory, a run, RUN@NAME, or {HUB}.",
+        ),
     ] = None,
     max_steps: MaxSteps = None,
     device: Device = None,
@@ -107,7 +111,10 @@ def train(
         print_coverage(call.output, resolved.config)
         return
     if dry_run or rows_at_step is not None:
-        _dry_run(call.output, resolved, out=out, step=rows_at_step)
+        from pscli import launch
+
+        launch.check_processes(nproc=nproc, extra=call.torchrun, ranks=resolved.config.run.ranks)
+        _dry_run(call.output, resolved, out=out, init=init, step=rows_at_step)
         return
     worker, launching = running.role(call, nproc)
     place = _place(out, resolved, worker=worker)
@@ -129,12 +136,14 @@ def _list(output: Output) -> None:
     )
 
 
-def _dry_run(output: Output, resolved: Resolved, *, out: Path | None, step: int | None) -> None:
+def _dry_run(
+    output: Output, resolved: Resolved, *, out: Path | None, init: str | None, step: int | None
+) -> None:
     from parallel_synthesis.training.plan import plan, rows_at
     from pscli import reports
 
     where = out if out is not None else Path("runs")
-    planned = plan(resolved.config, out=where)
+    planned = plan(resolved.config, out=where, init=init)
     rows = None if step is None or planned.refused else rows_at(resolved.config, planned, step)
     output.text(reports.plan(resolved, planned, step=step, rows=rows))
     document = reports.plan_document(resolved, planned, step=step, rows=rows)
@@ -179,7 +188,7 @@ def _refuse_early(
             + "\n".join(f"  - {text}" for text in missing)
             + f"\nput it there, or set data.root or data.files; `ps train {recipe} --dry-run` plans without"
         )
-    return locate(init).name if init is not None else None
+    return locate(init, quick=True).name if init is not None else None  # who loads them hashes them
 
 
 def _worker_arguments(

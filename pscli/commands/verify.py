@@ -20,9 +20,8 @@ from parallel_synthesis.errors import (
     VerificationError,
 )
 from parallel_synthesis.provenance.problems import Problem
-from pscli import running
 from pscli.context import Call
-from pscli.options import Debug, Json, Quiet
+from pscli.options import HUB, Debug, Json, Quiet
 from pscli.output import Output, failure_document, size
 from pscli.verifying import Bar, described, exit_code, fail, tell
 
@@ -49,7 +48,7 @@ def verify(
     ctx: typer.Context,
     path: Annotated[
         str | None,
-        typer.Argument(help="A run, a checkpoint, RUN@NAME, any directory with a manifest, or a Hub id."),
+        typer.Argument(help=f"A run, a checkpoint, RUN@NAME, any directory with a manifest, or {HUB}."),
     ] = None,
     manifest: Annotated[
         str | None,
@@ -308,7 +307,8 @@ def _data(
         lines.append(f"{file.task}: {file.path}: {rows}{size(file.bytes or 0)}{unpacked}, {what_of_it}")
         note = file.loose.note(file.task) if file.loose is not None else None
         lines += [f"note: {note}"] if note is not None else []
-    output.text("\n".join([*lines, f"{len(found)} files are as {says} says"]))
+    files = f"{len(found)} files are" if len(found) != 1 else "the file is"
+    output.text("\n".join([*lines, f"{files} as {says} says"]))
 
 
 def _manifest_path(says: str | None) -> Path | None:
@@ -358,19 +358,24 @@ def _make(
 
 
 def _replay(call: Call, path: str, count: int) -> None:
+    from parallel_synthesis.provenance import hub
     from parallel_synthesis.training.targets import find_target
     from pscli.progress import Watcher
 
+    if hub.hub_id(path) is not None:
+        raise CheckpointError(
+            f"{path}: no such run; --replay needs a run directory, with its log and its data. Of a checkpoint of the Hub "
+            f"the bytes can be checked: `ps verify {path}`"
+        )
     target = find_target(path)
     watcher = Watcher(call.output, log_every=1)
-    with running.stop_signals_interrupt() as stop:
-        from parallel_synthesis.training.replay import replay
+    from parallel_synthesis.training.replay import replay
 
-        stop.check()
-        try:
-            result = replay(target, count, observer=watcher)
-        finally:
-            watcher.close()
+    call.output.stops.check()  # loading torch may lose an interrupt
+    try:
+        result = replay(target, count, observer=watcher)
+    finally:
+        watcher.close()
     if result.difference is not None:
         raise DivergenceError(
             f"{target.run}: from step {result.from_step} the replay differs: {result.difference}. "
@@ -378,7 +383,8 @@ def _replay(call: Call, path: str, count: int) -> None:
         )
     saved = len(result.checkpoints)
     also = f", and the bytes of {saved} checkpoint{'s' * (saved > 1)}" if saved else ""
-    call.output.text(f"{result.steps} steps reproduced from step {result.from_step}{also}")
+    what = f"{result.steps:,} step{'s' * (result.steps != 1)}"
+    call.output.text(f"{what} reproduced from step {result.from_step}{also}")
     call.output.document(
         {"reproduced": result.steps, "from_step": result.from_step, "checkpoints": result.checkpoints}
     )

@@ -144,7 +144,7 @@ def test_named_checkpoints(tmp_path: Path, run: RunPaths, save: Save) -> None:
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, reason in ((tmp_path / "absent", "does not exist"), (tmp_path / "file", "not a directory")):
+    for path, reason in ((tmp_path / "absent", "no such directory"), (tmp_path / "file", "not a directory")):
         with pytest.raises(CheckpointError, match=reason):
             layout.find_components(path)
     with pytest.raises(CheckpointError, match="holds no components"):

@@ -43,7 +43,7 @@ def test_where_it_must_not_write_or_merge(lora_checkpoint: Make, tmp_path: Path)
         ([(a, 0.5), (b, 0.5)], made[1] / "new" / "out", "lies inside input B"),
         ([(a, 0.5), (b, 0.5)], made[0], "exists already"),
         ([(a, 0.5), (f"{tmp_path}/b/../a", 0.5)], tmp_path / "out", "A and B are the same checkpoint"),
-        ([(a, 0.5), (f"{tmp_path}/c", 0.5)], tmp_path / "out", "does not exist"),
+        ([(a, 0.5), (f"{tmp_path}/c", 0.5)], tmp_path / "out", "no such directory"),
     ]
     for sources, out, text in cases:
         with pytest.raises(CheckpointError, match=text):

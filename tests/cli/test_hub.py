@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,9 @@ def test_inspect_and_its_lineage_fetch_no_more_than_they_read(
     assert sorted(hub_server.downloads()) == ["cache_mapper.pt", "checkpoint_meta.json"]
     found = document(hub_ps("inspect", "owner/name", "--json"))["checkpoint"]
     assert commit in found["path"] and found["problems"] == [] and len(found["tensors"]) == 16
+    assert found["source"] == f"hf://owner/name@{commit}"
+    head = hub_ps("inspect", "owner/name").stdout.splitlines()[0]
+    assert f" hf://owner/name@{commit}, " in head and "models--" not in head
 
 
 @pytest.mark.lane
@@ -146,6 +151,14 @@ def test_errors_and_their_codes(
         (["inspect", "hf://owner/name"], {}, 2, "gated"),
         (["inspect", "hf://owner/name"], {"HF_HUB_OFFLINE": "1"}, 3, "HF_HUB_OFFLINE"),
         (["inspect", "hf://owner/name"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, 3, "can not be reached"),
+        (
+            ["inspect", "owner/nam"],
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            2,
+            "no such directory, and as a Hub id",
+        ),
+        (["inspect", "hf://owner/nam"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, 3, "can not be reached"),
+        (["inspect", "https://huggingface.co/a/b"], {}, 2, "but so: hf://a/b"),
         (["resume", "owner/name"], {}, 2, "ps resume owner/name --out DIR"),
         (["snapshot", "owner/name"], {}, 2, "--export"),
         (["train", "demo", "--init", "hf://owner/name@v2"], {}, 2, "no revision v2"),
@@ -156,10 +169,156 @@ def test_errors_and_their_codes(
         assert said in error["message"] and "Traceback" not in result.stderr
         assert result.stderr == f"error: {error['message']}\n"
     assert not (tmp_path / "runs").exists()
+    result = hub_ps("verify", "hf://owner/name", "--replay", "3")
+    assert result.returncode == 2 and "--replay needs a run directory" in result.stderr
     # A directory of the name comes first, as ever; hf:// never means one.
     shutil.copytree(tmp_path / "a", tmp_path / "owner" / "name")
     assert document(hub_ps("inspect", "owner/name", "--json"))["checkpoint"]["path"] == "owner/name"
     assert hub_ps("inspect", "hf://owner/name").returncode == 2
+
+
+@pytest.mark.lane
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("inspect", signal.SIGINT),
+        ("inspect", signal.SIGTERM),
+        ("train", signal.SIGINT),
+        ("train", signal.SIGTERM),
+        ("train", signal.SIGUSR1),
+        ("torchrun", signal.SIGTERM),
+    ],
+)
+def test_a_stop_signal_ends_a_download_at_once(
+    hub_server: Any,
+    hub_environment: dict[str, str],
+    hub_ps: Hub,
+    lora_checkpoint: Callable[..., Path],
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+    command: str,
+    number: signal.Signals,
+) -> None:
+    hub_server.publish("owner/name", lora_checkpoint(tmp_path / "a", seed=1))
+    hub_server.stalled.add(ADAPTER)
+    words = ["inspect", "owner/name"]
+    if command != "inspect":
+        words = ["train", str(tiny_recipe(run={"max_steps": 1})), "--init", "owner/name", "--out", "run"]
+        words += ["--nproc", "2"] if command == "torchrun" else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pscli", *words, "--json"],
+        env=hub_environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while ADAPTER not in hub_server.downloads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ADAPTER in hub_server.downloads()
+    time.sleep(0.3)  # the first half arrives, the other one never does
+    process.send_signal(number)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5  # it waits for nothing; a busy machine may
+    assert process.returncode == 130, err
+    error = json.loads(out)["error"]
+    assert error["type"] == "KeyboardInterrupt" and error["message"].startswith("interrupted")
+    assert err == f"{error['message']}\n"
+    assert not (tmp_path / "run").exists()
+    hub_server.stalled.clear()
+    hub_server.release.set()
+    hub_server.asked()
+    document(hub_ps("inspect", "owner/name", "--json"))
+    assert hub_server.downloads().count(ADAPTER) == 1  # the next call completes it
+
+
+@pytest.mark.lane
+def test_whoever_uses_or_records_a_big_adapter_notices_other_bytes(
+    hub_server: Any,
+    hub_ps: Hub,
+    lora_checkpoint: Callable[..., Path],
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    big = lora_checkpoint(tmp_path / "big", seed=1, modules={module: (1 << 18, 24)})
+    other = lora_checkpoint(tmp_path / "other", seed=2, modules={module: (1 << 18, 24)})
+    hub_server.publish("owner/name", big)
+    found = document(hub_ps("inspect", "owner/name", "--json"))["checkpoint"]
+    blob = (tmp_path / found["path"] / ADAPTER).resolve()
+    assert blob.stat().st_size > 4 << 20
+    damage(blob)
+    for words in (
+        ["merge", "owner/name", other, "--out", "out"],
+        ["snapshot", "owner/name", "--export", "out"],
+        ["train", tiny_recipe(run={"max_steps": 1}), "--init", "owner/name", "--out", "out"],
+    ):
+        error = document(hub_ps(*words, "--json"), 3)["error"]
+        assert error["type"] == "StorageError" and str(blob) in error["message"], words
+        assert "not those that its name stands for" in error["message"]
+        assert not (tmp_path / "out" / ADAPTER).exists()
+    assert hub_ps("inspect", "owner/name").returncode == 0  # it shows what there is
+
+    # Of a model too, whose files' names are not known beforehand.
+    (tmp_path / "base").mkdir()
+    shutil.copy(big / ADAPTER, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    hub_server.publish("owner/base", tmp_path / "base")
+    fold = ["merge", other, "--onto-base", "owner/base", "--out", "out"]
+    assert "which the adapter changes" in hub_ps(*fold).stderr
+    blob = blob.parents[2] / "models--owner--base" / "blobs" / blob.name
+    damage(blob)
+    assert str(blob) in document(hub_ps(*fold, "--json"), 3)["error"]["message"]
+
+
+def damage(blob: Path) -> None:
+    """Other bytes in the middle, where no header is."""
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:
+        file.seek(2 << 20)
+        file.write(b"other bytes")
+
+
+def test_a_slip_in_a_local_path_does_not_ask_the_hub(hub_server: Any, hub_ps: Hub, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    for words in (
+        ["inspect", "runs/deno"],
+        ["inspect", "runs/deno", "--lineage"],
+        ["verify", "runs/deno"],
+        ["verify", "runs/deno", "--replay", "3"],
+        ["resume", "runs/deno"],
+        ["resume", "runs/deno", "--out", "other"],
+        ["snapshot", "runs/deno@x", "--export", "other"],
+        ["merge", "runs/deno", "runs/demo", "--out", "other"],
+        ["train", "demo", "--init", "runs/deno"],
+    ):
+        result = hub_ps(*words)
+        assert result.returncode == 2, (words, result.stderr)
+        assert ": no such directory; in runs there are: demo" in result.stderr, result.stderr
+    result = hub_ps("inspect", "runs/deno", HF_HUB_OFFLINE="1")
+    assert result.returncode == 2 and "hf download" not in result.stderr
+    result = hub_ps("merge", "runs/demo", "--onto-base", "runs/base", "--out", "other")
+    assert result.returncode == 2 and "runs/base: no such directory" in result.stderr
+    assert hub_server.asked() == []
+    assert hub_ps("inspect", "hf://runs/deno").returncode == 2  # this means the Hub
+    assert "GET /api/models/runs/deno/revision/main" in hub_server.asked()
+
+
+def test_a_backbone_named_with_the_scheme_is_recorded_without(
+    hub_server: Any, hub_ps: Hub, tiny_recipe: Callable[..., Path], tiny_backbone: Path, tmp_path: Path
+) -> None:
+    hub_server.publish("owner/base", tiny_backbone)
+    recipe = tiny_recipe(backbone={"model": "hf://owner/base"}, run={"max_steps": 1, "ranks": 1})
+    result = hub_ps("train", recipe, "--out", "run")
+    assert result.returncode == 0, result.stderr
+    adapter = json.loads((tmp_path / "run" / "judger_lora" / "adapter_config.json").read_text())
+    record = json.loads((tmp_path / "run" / "run_args.json").read_text())
+    assert adapter["base_model_name_or_path"] == "owner/base" == record["config"]["backbone"]["model"]
+    for model in ("owner/base", "hf://owner/base"):
+        result = hub_ps("resume", "run", "--set", f"backbone.model={model}", "--max-steps", "2")
+        assert result.returncode == 0, result.stderr
 
 
 def test_the_launcher_of_the_merge(

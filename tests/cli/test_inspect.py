@@ -178,6 +178,20 @@ def test_logs_of_the_reference_are_compared_by_their_fields(ps: Any, run: Path, 
     assert found["repeats"]["proven"] == 0
 
 
+def test_a_task_without_an_update_at_the_start_or_the_end_is_explained(ps: Any, tmp_path: Path) -> None:
+    def line(step: int, task: str) -> str:
+        return f"[train-dist] epoch=1 step={step} task={task} loss=1.5 ppl=4.48 target_tokens=9\n"
+
+    path = tmp_path / "reference.log"
+    path.write_text("".join(line(step, "flan" if step < 30 else "dta_tool") for step in range(1, 41)))
+    said = ps("inspect", path)
+    assert said.stdout.splitlines()[-1] == (
+        "at start: until step 10; now: from step 31; -: no update of the task there"
+    ), said.stderr
+    path.write_text("".join(line(step, "flan") for step in range(1, 4)))
+    assert "no update of the task there" not in ps("inspect", path).stdout
+
+
 def test_the_coverage_foretells_what_the_log_of_a_finished_run_says(ps: Any, recipe: Path, run: Path) -> None:
     found = document(ps, run, "--coverage")["coverage"]
     log = document(ps, run)["run"]["log"]
@@ -213,6 +227,9 @@ def test_the_coverage_foretells_what_the_log_of_a_finished_run_says(ps: Any, rec
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)["coverage"]
     assert again["updates"] >= 18
+    other = document(ps, run, "--coverage", "--set", f"guards.prefill_tokens={limit}")["coverage"]
+    assert other["updates"] == again["updates"]
+    assert other["agreement"] is None  # the log is of another limit
     assert (again["tokenised"], again["cached"]) == (0, found["tokenised"])
 
 
@@ -272,12 +289,38 @@ def test_a_checkpoint_tells_its_tensors_and_frozen_copies(ps: Any, run: Path, tm
     assert "the backbone's own" in ps("inspect", big).stdout
 
 
+def test_a_merge_is_no_step_of_a_run(ps: Any, lora_checkpoint: Any, tmp_path: Path) -> None:
+    pair = [lora_checkpoint(tmp_path / name, seed=seed, step=seed) for seed, name in enumerate("ab")]
+    assert ps("merge", *pair, "--out", tmp_path / "merged").returncode == 0
+    found = document(ps, tmp_path / "merged")["checkpoint"]
+    assert (found["step"], found["epoch"], found["merge"]["method"]) == (None, None, "average")
+    lines = ps("inspect", tmp_path / "merged").stdout.splitlines()
+    assert "merge       average 0.5 A + 0.5 B, mapper of B (release-merge); no step of any run" in lines
+    assert not any(line.startswith("step ") for line in lines)
+    assert f"parent      {pair[1]}, step 1" in lines
+    assert document(ps, pair[0])["checkpoint"]["merge"] is None
+
+
 def test_a_data_file(ps: Any, recipe: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text((recipe.parent / "first.jsonl").read_text() + "{broken\n")
     found = document(ps, path)["data"]
     assert (found["rows"], found["bad"], found["bad_first"][0][0]) == (13, 1, 14)
     assert found["bytes"] == path.stat().st_size
+    assert found["loose"] == {"branches": 0, "rows": 0, "first_line": 0}
+    assert "extracts" not in ps("inspect", path).stdout
+
+
+def test_a_data_file_whose_extracts_are_not_the_ends_of_their_contexts(ps: Any, tmp_path: Path) -> None:
+    row = {"question": "q", "gold": "g", "agent_reference_contexts": ["a b"], "agent_extract_contexts": ["a"]}
+    (tmp_path / "own.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    assert document(ps, tmp_path / "own.jsonl")["data"]["loose"] == {
+        "branches": 2,
+        "rows": 2,
+        "first_line": 1,
+    }
+    said = ps("inspect", tmp_path / "own.jsonl").stdout
+    assert "extracts    2 branches in 2 rows have an extract that is not the end of its context" in said
 
 
 def test_what_a_call_may_not_ask(ps: Any, run: Path, tmp_path: Path) -> None:
@@ -285,6 +328,14 @@ def test_what_a_call_may_not_ask(ps: Any, run: Path, tmp_path: Path) -> None:
     assert both.returncode == 2
     assert "--step and --coverage exclude each other" in both.stderr
     assert ps("inspect", tmp_path / "nowhere").returncode == 2
+    alone = ps("inspect", run, "--set", "run.seed=4")
+    assert (alone.returncode, "--set goes with --coverage" in alone.stderr) == (2, True)
+    for name in ("nosuch.jsonl", "own/er.jsonl", "nosuch", f"{run}x"):  # a file's name is no Hub id
+        missing = ps("inspect", name)
+        assert missing.returncode == 2
+        assert (
+            "a run, a train.log, a data file (.jsonl, .jsonl.gz), a checkpoint or RUN@NAME" in missing.stderr
+        )
     (tmp_path / "empty.log").write_bytes(b"")
     assert "empty" in ps("inspect", tmp_path / "empty.log").stdout
     watched = ps("inspect", run, "--follow")

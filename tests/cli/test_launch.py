@@ -25,6 +25,7 @@ from pscli.output import Output
 how, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 output = Output.from_call(sys.argv, os.environ)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # as pscli/start.py does
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 (out / f"omp-{rank}").write_text(os.environ["OMP_NUM_THREADS"])
 

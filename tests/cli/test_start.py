@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pscli.running import stop_signals_interrupt
+from pscli.start import Stops
 
 # Stands in front of a module: tells that it is being imported, then takes as long as a slow file system would.
 SLOW = "import pathlib, time\npathlib.Path({marker!r}).touch()\ntime.sleep(60)\n"
@@ -84,11 +84,13 @@ def test_an_interrupt_that_loading_lost_is_not_forgotten(number: int) -> None:
             signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    with stop_signals_interrupt() as stop:
-        stop.check()
+    with Stops().installed() as stops:
+        stops.check()
         load()
         with pytest.raises(KeyboardInterrupt):
-            stop.check()
+            stops.check()
+        with pytest.raises(KeyboardInterrupt):
+            stops.settle()
     assert signal.getsignal(number) is before
 
 
@@ -104,14 +106,14 @@ def test_a_second_signal_that_is_meant_ends_at_once(tmp_path: Path, clean_enviro
     code = (
         "import time, sys\n"
         "from pscli import start\n"
-        "def slow():\n"
+        "def slow(stops):\n"
         "    try:\n"
         "        print('up', flush=True)\n"
         "        time.sleep(60)\n"
         "    finally:\n"
         "        end = time.monotonic() + 30\n"
         "        while time.monotonic() < end: time.sleep(0.1)\n"
-        "start._interruptible(slow)\n"
+        "start.enter(slow)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=clean_environment(), stdout=subprocess.PIPE, text=True
@@ -128,7 +130,7 @@ def test_a_second_signal_that_is_meant_ends_at_once(tmp_path: Path, clean_enviro
 
 
 def test_what_is_ignored_stays_ignored(tmp_path: Path, clean_environment) -> None:
-    code = "import signal; from pscli import start; start._install(); print(signal.getsignal(signal.SIGUSR1))"
+    code = "import signal; from pscli import start; start.Stops().install(); print(signal.getsignal(signal.SIGUSR1))"
     done = subprocess.run(
         f"trap '' USR1; {sys.executable} -c '{code}'",
         shell=True, env=clean_environment(), capture_output=True, text=True, check=True,

@@ -184,6 +184,29 @@ def test_a_whole_run(ps, tmp_path, tiny_recipe):
     assert len(list(tmp_path.glob("run.old-*"))) == 1
 
 
+def test_a_run_of_one_step_and_what_may_be_asked_of_it(ps, tmp_path):
+    out = tmp_path / "short"
+    done = ps("train", "demo", "--out", out, "--max-steps", "1", "--set", "evaluate.files={}")
+    assert done.returncode == 0, done.stderr
+    assert "demo: 1 step, 4 ranks" in done.stderr
+    assert "trained demo: 1 step, 1 update, 0 skipped" in done.stdout
+    assert f"ps verify {out} --replay 1\n" in done.stdout  # no more than there are
+    assert ": 1 update, 0 skipped" in ps("inspect", out).stdout
+    other = ps("train", "demo", "--out", tmp_path / "other", "--init", out, "--set", "lora.r=8")
+    assert (other.returncode, "r = 16, expected 8, the run's lora.r; set that to 16" in other.stderr) == (
+        2,
+        True,
+    )
+    modules = ps(
+        "train", "demo", "--out", tmp_path / "other", "--init", out, "--set", "lora.target_modules=[q_proj]"
+    )
+    assert "expected ['q_proj'], the run's lora.target_modules; set that to ['k_proj', " in modules.stderr
+    assert ps("snapshot", out, "--name", "mine").returncode == 0
+    drop = ps("snapshot", f"{out}@mine", "--drop", "mine", "--yes")
+    assert drop.returncode == 2
+    assert f"here the run is meant, {out}: `ps snapshot {out} --drop mine` removes it" in drop.stderr
+
+
 def test_a_whole_run_on_two_processes(ps, tmp_path, tiny_recipe):
     recipe = tiny_recipe()
     done = ps("train", str(recipe), "--out", str(tmp_path / "run"), "--nproc", "2", "--json")

@@ -14,6 +14,7 @@ import pytest
 from parallel_synthesis import compat
 from parallel_synthesis.errors import ConfigError
 from parallel_synthesis.recipe import load_recipe
+from parallel_synthesis.resources import resource
 from pscli.compat_train import translate
 
 Ps = Any  # tests/conftest.py, Calls
@@ -70,6 +71,7 @@ SAID = {
     "parallel_kv_target_position_logit_chunk_size": "64",
 }
 BASE = ["--model_name", "m", "--tasks", "flan"]
+BASE_SETS = ["backbone.model=m", "data.tasks=flan"]
 
 
 def test_every_documented_flag_is_known() -> None:
@@ -143,6 +145,27 @@ def test_all_problems_together_and_the_nearest_name() -> None:
         "--think maybe: expected true or false",
         "--resume_from_global_step needs --parallel_kv_load_dir, the checkpoint of that step",
     )
+
+
+def test_a_value_that_does_not_fit_is_told_by_the_flag_that_was_typed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate([*BASE, "--method", "nope", "--attn_implementation=spda"], torchrun=(), environ={})
+    assert caught.value.problems == (
+        "--method nope: expected one of fixed_parallel_kv, parallel_kv",
+        "--attn_implementation spda: expected one of sdpa, eager, flash_attention_2; did you mean sdpa?",
+    )
+
+
+def test_what_ends_a_run_before_max_steps_is_named(ps: Ps, world: dict[str, Any], tmp_path: Path) -> None:
+    warned = "warning: run.max_steps = 99 is beyond "
+    short = ps(
+        "train", world["recipe"], "--out", tmp_path / "a", "--max-steps", 99, "--set", "run.steps_per_epoch=1"
+    )
+    assert short.returncode == 0, short.stderr
+    assert f"{warned}the run's end by run.steps_per_epoch = 1: " in short.stderr
+    assert "raise run.steps_per_epoch or run.epochs to go on" in short.stderr
+    whole = ps("train", world["recipe"], "--out", tmp_path / "b", "--max-steps", 99)
+    assert f"{warned}the data: " in whole.stderr and "; raise run.epochs to go on" in whole.stderr
 
 
 def test_ranks_are_the_number_of_processes_unless_a_recipe_or_set_says_them() -> None:
@@ -254,6 +277,17 @@ def test_help_names_every_flag(environment: dict[str, str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "pscli.compat_train", "--help"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert all(f"--{name} " in result.stdout for name in compat.FLAGS)
+    line = {text.split()[0]: text for text in result.stdout.splitlines() if text.startswith("  --")}
+    for flag, flags in compat.FLAGS.items():  # what has no effect says so
+        assert (" ignored: " in line[f"--{flag}"]) == bool(flags.why and not flags.refused)
+    assert " refused above 0: " in line["--fixed_parallel_kv_cache_max_tokens_per_text"]
+    assert {"--recipe", "--out", "--nproc", "--set"} <= line.keys()
+    defaults = load_recipe(str(resource("recipes", "training", "mixed_train.toml")), sets=BASE_SETS).config
+    for flag, given in compat.FLAGS.items():
+        section, _, key = (given.target or "").partition(".")
+        value = getattr(getattr(defaults, section), key) if key and "." not in key else None
+        if isinstance(value, str | float | int) and section != "guards" and flag != "model_name":
+            assert line[f"--{flag}"].endswith(f" [{str(value).lower() if value is False else value}]")
     loaded = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
     assert not {"torch", "transformers", "jsonschema"} & loaded
     assert os.environ.get("RANK") is None

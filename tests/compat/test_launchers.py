@@ -123,6 +123,20 @@ def test_the_call(
     assert result.stdout.splitlines() == words
 
 
+@pytest.mark.parametrize("number", ["01", "02", "03"])
+def test_a_python_without_the_package_is_told_what_to_do(
+    number: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    header = SCRIPTS[number].read_text().partition("set -euo")[0]
+    assert "PYTHON" in header and "--set" not in header.partition("ps merge")[2]
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    result = launch(number, environment=environment, cwd=tmp_path, python=str(bare))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"error: {bare} does not have this package: activate its environment" in result.stderr
+
+
 def test_two_global_steps_on_four_processes_then_stage_two(
     world: dict[str, Any], environment: dict[str, str], tiny_backbone: Path, tmp_path: Path
 ) -> None:

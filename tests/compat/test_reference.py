@@ -150,12 +150,17 @@ def test_nothing_in_a_state_is_executed(
 ) -> None:
     import torch
 
+    from parallel_synthesis.checkpoint.reference_state import read_reference_state
+    from parallel_synthesis.errors import CheckpointError
+
     mark = tmp_path / "executed"
     path = reference / "step_checkpoints/step_000000006/training_state.pt"
     torch.save({"checkpoint_version": 2, "global_step": 6, "evil": Crafted(mark)}, path)
     result = ps("resume", reference, "--out", tmp_path / "ours", "--set", f"data.root={world['root']}")
     assert result.returncode == 2
-    assert "weights_only" in result.stderr
+    assert "needs posix.mkdir, which is not plain data" in result.stderr
+    with pytest.raises(CheckpointError, match="weights_only"):  # the second lock
+        read_reference_state(path)
     assert not mark.exists()
     assert not (tmp_path / "ours").exists()
     pickle.loads(pickle.dumps(Crafted(mark)))  # it would have been

@@ -67,7 +67,7 @@ def test_its_structure_is_checked_and_called_that(
     assert one["structure_only"] == ["."]
     assert one["digests"] == {
         "cache_mapper.pt": "structure, CRC-32, finite values",
-        "training_state.pt": "structure, CRC-32",
+        "training_state.pt": "structure, CRC-32, finite moments",
         ADAPTER: "header, finite values",
         "judger_lora/adapter_config.json": "schema",
         "checkpoint_meta.json": "schema",

@@ -6,8 +6,10 @@ import gzip
 import hashlib
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +72,48 @@ def test_it_takes_no_directory_that_holds_something_else(environment: dict[str, 
     assert (result.returncode, result.stdout) == (2, "")
     assert "holds something else" in result.stderr
     assert (tmp_path / "mine" / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stop_signal_ends_the_stage_first(
+    environment: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """Through a link, which finds the rest of the demo all the same. The stand-in for Python is a stage that takes its
+    time to end when it is told to."""
+    (tmp_path / "link.sh").symlink_to(SCRIPT)
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, signal, sys, time\n"
+        "if '-c' in sys.argv: sys.exit()\n"
+        "assert pathlib.Path(sys.argv[1]).is_file(), sys.argv\n"
+        "def end(number, frame):\n"
+        "    time.sleep(1)\n"
+        "    pathlib.Path('ended').touch()\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "pathlib.Path('began').touch()\n"
+        "time.sleep(60)\n"
+    )
+    python.chmod(0o755)
+    with subprocess.Popen(
+        [tmp_path / "link.sh", "demo"],
+        env={**environment, "PYTHON": str(python)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        until = time.monotonic() + 20
+        while not (tmp_path / "demo" / "began").exists():
+            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.wait(timeout=20)
+        assert (tmp_path / "demo" / "ended").exists()
+        assert process.returncode == 128 + number
+        process.communicate()
 
 
 def test_the_recipes_are_the_releases_but_for_what_tiny_scale_needs(demo: Demo) -> None:
@@ -161,6 +205,29 @@ def test_it_says_what_it_does_and_shows_the_lineage(demo: Demo) -> None:
     ):  # fmt: skip
         assert line.startswith(f"{head}, adapter_model.safetensors {sha256(path / ADAPTER)[:12]})")
         assert line.endswith("  verified") == (line != tree[0])
+
+
+def test_what_it_shows_can_be_typed(demo: Demo, module_environment: dict[str, str], tmp_path: Path) -> None:
+    """In a shell that knows nothing of it: first the lines at its start, then commands as they are shown."""
+    settings = [line.strip() for line in demo.said.splitlines() if line.startswith("  ")][:7]
+    settings = settings[: next(at for at, line in enumerate(settings) if "CACHE=" in line) + 1]
+    assert settings[0] == f"cd {demo.place}"
+    shown = [line.removeprefix("$ ") for line in demo.said.splitlines() if line.startswith("$ ")]
+    commands = [f"{shown[2]} --dry-run", *(line for line in shown if line.startswith("ps verify runs/rel"))]
+    commands.append(f"{shown[3].replace(' 03', ' OUTPUT_DIR=' + str(tmp_path / 'again') + ' 03')}")
+    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": module_environment["PYTHONPATH"], "HOME": str(tmp_path)}
+    result = subprocess.run(
+        ["bash", "-ec", "\n".join([*settings, *commands])],
+        env=bare,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "browsecomp (nothing is written)" in result.stdout
+    assert "every byte is as its manifest says" in result.stdout
+    assert sha256(tmp_path / "again" / ADAPTER) == sha256(demo.place / "runs/release" / ADAPTER)
 
 
 def test_damage_to_it_is_an_exit_code(demo: Demo, ps: Ps) -> None:

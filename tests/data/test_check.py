@@ -165,7 +165,10 @@ def test_loose_extracts_are_told_where_an_index_knows_them(
     assert "note" not in capsys.readouterr().out
     open_rows(find_task("own", own=("own",)), path).close()
     assert call(["verify", "--data", str(path)]) == 0
-    assert "note: own: 1 branch in 1 row (first in line 1) whose extract" in capsys.readouterr().out
+    assert (
+        "note: own: 1 branch in 1 row has an extract that is not the end of its context (first in line 1). "
+        in capsys.readouterr().out
+    )
     assert call(["verify", "--data", str(path), "--json"]) == 0
     (file,) = json.loads(capsys.readouterr().out)["files"]
     assert file["loose"] == {"branches": 1, "rows": 1, "first_line": 1}

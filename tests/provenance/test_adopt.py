@@ -13,6 +13,7 @@ import pytest
 from parallel_synthesis.checkpoint.adopt import write_manifest
 from parallel_synthesis.errors import CheckpointError, VerificationError
 from parallel_synthesis.provenance import manifest as manifests
+from parallel_synthesis.provenance import schema
 from pscli.main import call
 
 
@@ -73,6 +74,31 @@ def test_the_command_and_its_export(sound: Path, capsys: pytest.CaptureFixture[s
     assert "NOT checked" in said.err
     lines = said.out.splitlines()
     assert len(lines) == 6 and all(line[64:66] == "  " for line in lines)
+
+
+def test_a_checkpoint_of_another_backbone_is_said_to_be_one(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the release's manifest: first that, not the widths of every tensor."""
+    assert call(["verify", str(sound), "--manifest", "release"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    own = json.loads((sound / "judger_lora/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert said[0] == (
+        f"error: {sound}: this is no checkpoint of the backbone of release_checkpoint.json, Qwen/Qwen3-14B, but of {own}"
+    )
+    assert said[2].startswith(f"  - [backbone] judger_lora/adapter_config.json: is of {own}, not of Qwen")
+    assert sum("width of lora" in line for line in said) == 1
+    assert said[-1] == f"judge it by its own manifest: ps verify {sound}"
+    assert call(["verify", str(sound), "--manifest", "release", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert schema.problems(document, "verify_report") == []
+    assert document["problems"][0] | {"detail": ""} == {
+        "path": "judger_lora/adapter_config.json",
+        "status": "backbone",
+        "detail": "",
+        "expected": "Qwen/Qwen3-14B",
+        "actual": own,
+    }
 
 
 def test_the_release_manifest_judges_the_parts_too(

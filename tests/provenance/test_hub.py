@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import hub
 from parallel_synthesis.provenance.inside import Inside
 
@@ -26,13 +25,14 @@ SCRIPT = """
 import json, sys
 from parallel_synthesis.errors import ParallelSynthesisError
 from parallel_synthesis.provenance import hub
-given, *optional = sys.argv[1:]
+quick = "--quick" in sys.argv
+given, *optional = [argument for argument in sys.argv[1:] if argument != "--quick"]
 wanted = hub.Wanted(
     required=("cache_mapper.pt", "judger_lora/adapter_config.json", "judger_lora/adapter_model.safetensors"),
     optional=("cache_mapper_config.json", "manifest.json", *optional),
 )
 try:
-    found = hub.fetched(given, wanted)
+    found = hub.fetched(given, wanted, quick=quick)
     print(json.dumps({"name": found.name, "directory": str(found.directory)}))
 except ParallelSynthesisError as error:
     print(json.dumps({"kind": type(error).__name__, "says": str(error)}))
@@ -135,6 +135,13 @@ def test_what_is_not_there_or_not_allowed(
     says("owner/name@v2", "has no revision v2", "a branch, a tag or a full commit")
     says("owner/na--me", "no such directory", "OWNER/NAME")
     says("hf://owner/name/sub", "a folder inside a repository can not be named")
+    says("hf://owner/name@v2/runs/x", "no revision v2/runs/x", "If runs/x is a folder of v2: ")
+    says(
+        "hf://owner/name@v2/runs/x",
+        "`hf download owner/name --revision v2/runs/x`. If",
+        kind="StorageError",
+        HF_HUB_OFFLINE="1",
+    )
     home = hub_server.repositories["owner/name"]
     home.gated = True
     says("owner/name", "is gated", f"{hub_server.url}/owner/name", "HF_TOKEN")
@@ -169,12 +176,17 @@ def test_no_network(hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environ
     assert answer["kind"] == "StorageError"
     assert "HF_HUB_OFFLINE" in answer["says"] and "`hf download owner/name --revision v1`" in answer["says"]
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    answer = fetch("owner/name", **nowhere)
+    answer = fetch("hf://owner/name", **nowhere)
     assert answer["kind"] == "StorageError" and "127.0.0.1:9 can not be reached" in answer["says"]
     assert "refused" in answer["says"] and "Max retries" not in answer["says"]
     hub_server.down = 503
-    answer = fetch("owner/name")
+    answer = fetch("hf://owner/name")
     assert answer["kind"] == "StorageError" and "answered 503" in answer["says"]
+    for env, said in ((nowhere, "127.0.0.1:9 can not be reached"), ({}, "answered 503")):
+        answer = fetch("owner/name", **env)
+        assert answer["kind"] == "CheckpointError", answer
+        assert answer["says"].startswith("owner/name: no such directory, and as a Hub id: the Hub at")
+        assert said in answer["says"] and "check the path; if a repository is meant" in answer["says"]
     hub_server.down = None
     fetch("owner/name")
     # An older snapshot is not silently taken for main; it is named.
@@ -186,6 +198,43 @@ def test_no_network(hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environ
     assert fetch(f"owner/name@{commit}", **nowhere)["name"].endswith(commit)
     answer = fetch("owner/name@v2", HF_HUB_OFFLINE="1")
     assert f"has its commits {commit}" in answer["says"]
+
+
+def test_a_commit_that_hf_download_has_fetched_needs_no_network(
+    hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environment: dict[str, str]
+) -> None:
+    """It fetches every file, and leaves no note of the optional ones that the repository has not."""
+    commit = hub_server.publish("owner/name", checkpoint)
+    script = "import sys, huggingface_hub as h; h.snapshot_download('owner/name', revision=sys.argv[1])"
+    for revision in ("main", commit):
+        subprocess.run([sys.executable, "-c", script, revision], env=hub_environment, check=True)
+    assert not (cache_of(hub_environment) / ".no_exist").exists()
+    given, nowhere = f"hf://owner/name@{commit}", {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    found = fetch(given, **nowhere)
+    assert found.get("name") == given and found == fetch(given, HF_HUB_OFFLINE="1")
+    hub_server.down = 503
+    assert fetch(given) == found == fetch(given.removeprefix("hf://"))
+    hub_server.down = None
+    # A branch may have moved: what is said of it works.
+    said = fetch("hf://owner/name", **nowhere)["says"]
+    assert f"; {given} is in the local cache: name it so" in said
+    # With anything required not there it is no checkpoint, and no advice to name it as it was named.
+    (Path(found["directory"]) / ADAPTER).unlink()
+    answer = fetch(given, **nowhere)
+    assert answer["kind"] == "StorageError" and "can not be reached" in answer["says"]
+    assert "name it so" not in answer["says"]
+    # A repository that is gone or closed is told, whatever the cache has.
+    hub_server.repositories.clear()
+    fetched = fetch(given)
+    assert fetched["kind"] == "CheckpointError" and "no such repository" in fetched["says"]
+
+
+def test_a_bare_id_that_the_cache_knows_is_no_path(hub_server: Any, fetch: Fetch, checkpoint: Path) -> None:
+    hub_server.publish("owner/name", checkpoint)
+    fetch("owner/name")
+    for env in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        answer = fetch("owner/name@v2", **env)
+        assert answer["kind"] == "StorageError" and "no such directory" not in answer["says"]
 
 
 def test_half_a_download_is_no_checkpoint(
@@ -262,6 +311,118 @@ def test_a_damaged_cache_is_named_and_mended(
         assert hub_server.downloads() == [name] and blob.read_bytes() == data
 
 
+def test_a_big_blob_is_what_its_name_says(
+    hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environment: dict[str, str]
+) -> None:
+    """A quick look, for callers that only show what there is, does not read all of a big file."""
+    (checkpoint / STATE).write_bytes(os.urandom(5 << 20))
+    commit = hub_server.publish("owner/name", checkpoint)
+    blob = (Path(fetch("owner/name", STATE)["directory"]) / STATE).resolve()
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"other bytes")
+    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        answer = fetch(f"owner/name@{commit}", STATE, **env)
+        assert answer["kind"] == "StorageError" and str(blob) in answer["says"], answer
+        assert "not those that its name stands for" in answer["says"] and "remove this file" in answer["says"]
+        assert "name" in fetch(f"owner/name@{commit}", STATE, "--quick", **env)
+    blob.unlink()
+    assert "name" in fetch(f"owner/name@{commit}", STATE)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>Please log in</html>", "it is no JSON"),
+        (b"", "it is no JSON"),
+        (b"[]", "describes no repository"),
+        (b"{}", "describes no repository"),
+        (b"null", "describes no repository"),
+        (
+            b'{"id": "owner/name", "sha": "%s", "siblings": [{"x": 1}]}' % (b"a" * 40),
+            "describes no repository",
+        ),
+        (b'{"id": "owner/name", "sha": "%s", "siblings": [{"rfilename": 1}]}' % (b"a" * 40), "or no files"),
+        (b'{"id": "owner/name", "sha": "../../..", "siblings": []}', "names no commit"),
+    ],
+)
+def test_an_answer_that_is_no_hub_s(hub_server: Any, fetch: Fetch, body: bytes, said: str) -> None:
+    hub_server.instead = body
+    answer = fetch("hf://owner/name")
+    assert answer["kind"] == "StorageError", answer
+    assert f"what {hub_server.url} answers is no answer of a Hub: " in answer["says"]
+    assert said in answer["says"] and "check HF_ENDPOINT" in answer["says"]
+    answer = fetch("owner/name")
+    assert (
+        answer["kind"] == "CheckpointError" and "no such directory, and as a Hub id: what" in answer["says"]
+    )
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "http://[::1", "huggingface.co", "https://"])
+def test_an_endpoint_that_is_no_address(fetch: Fetch, endpoint: str) -> None:
+    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        answer = fetch("hf://owner/name", HF_ENDPOINT=endpoint, **env)
+        assert answer["kind"] == "ConfigError" and answer["says"].startswith(f"HF_ENDPOINT = {endpoint}: ")
+
+
+def test_what_is_in_the_way_in_the_cache_is_named(
+    hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environment: dict[str, str]
+) -> None:
+    """A repeated call would not help, so nothing is said of one before the cause is removed."""
+    commit = hub_server.publish("owner/name", checkpoint)
+    home = cache_of(hub_environment)
+    snapshot = home / "snapshots" / commit
+    for place in (home.parent, home, home / "blobs", snapshot):
+        shutil.rmtree(home.parent, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+        answer = fetch("owner/name")
+        assert answer["kind"] == "StorageError", answer
+        assert f"the local Hub cache can not be used: {place}" in answer["says"]
+        assert "HF_HOME" in answer["says"] and "cut off" not in answer["says"]
+        place.unlink()
+    shutil.rmtree(home.parent, ignore_errors=True)
+    fetch("owner/name")
+    blob = (snapshot / ADAPTER).resolve()
+    blob.unlink()
+    blob.mkdir()
+    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        for place in (blob, snapshot / ADAPTER):
+            if place != blob:
+                place.unlink()
+                place.mkdir()
+            answer = fetch(f"owner/name@{commit}", **env)
+            assert answer["kind"] == "StorageError", answer
+            assert answer["says"].startswith(f"{place}: a directory in the local Hub cache")
+            assert ADAPTER in answer["says"] and "remove it" in answer["says"]
+        (snapshot / ADAPTER).rmdir()
+        (snapshot / ADAPTER).symlink_to(blob)  # a blob there, but no entry that says so, is the same
+    (snapshot / ADAPTER).unlink()
+    assert fetch(f"owner/name@{commit}")["says"].startswith(f"{blob}: a directory in the local Hub cache")
+    blob.rmdir()
+    assert fetch("owner/name")["directory"] == str(snapshot)
+
+
+def test_an_unfinished_download_is_no_branch(
+    hub_server: Any, fetch: Fetch, checkpoint: Path, hub_environment: dict[str, str]
+) -> None:
+    """Without the Hub a branch stays what was whole of it."""
+    first = hub_server.publish("owner/name", checkpoint)
+    fetch("owner/name")
+    (checkpoint / "cache_mapper.pt").write_bytes(b"another" * 100)
+    second = hub_server.publish("owner/name", checkpoint)
+    hub_server.broken.add("cache_mapper.pt")
+    hub_server.dying = True
+    answer = fetch("owner/name")
+    assert answer.get("kind") == "StorageError" and "was cut off" in answer["says"], answer
+    assert fetch("owner/name", HF_HUB_OFFLINE="1")["name"].endswith(first)
+    hub_server.gone.clear()
+    assert fetch("owner/name")["name"].endswith(second)
+    assert fetch("owner/name", HF_HUB_OFFLINE="1")["name"].endswith(second)
+    assert sorted(path.name for path in (cache_of(hub_environment) / "refs").iterdir()) == ["main"]
+
+
 def test_several_processes_download_once(
     hub_server: Any, checkpoint: Path, hub_environment: dict[str, str]
 ) -> None:
@@ -270,22 +431,6 @@ def test_several_processes_download_once(
     answers = {client.communicate(timeout=120) for client in clients}
     assert len(answers) == 1 and "directory" in next(iter(answers))[0]
     assert sorted(hub_server.downloads()) == sorted(NEEDED)
-
-
-def test_the_form_of_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    commit = "0123456789abcdef" * 2 + "01234567"
-    assert hub.hub_id(f"hf://a/b@{commit}") == ("a/b", commit)
-    assert hub.hub_id("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
-    assert hub.hub_id("a/b@v1.0+cu12") == ("a/b", "v1.0+cu12")
-    for given in ("a/b@", "a/b@../c", "a/b@c//d", "a/b@.hidden", "a/b@c/..", "a b/c", "a/b/c", "a/b?c"):
-        assert hub.hub_id(given) is None
-        with pytest.raises(CheckpointError, match="hf://OWNER/NAME"):
-            hub.hub_id(f"hf://{given}")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b").symlink_to("nowhere")  # broken, but a path: no name for something else
-    assert hub.hub_id("a/b") is None and hub.hub_id("a/b@c") is None
-    assert hub.hub_id("hf://a/b") == ("a/b", None)
 
 
 def test_blobs_that_repositories_share(tmp_path: Path) -> None:

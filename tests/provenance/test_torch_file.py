@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_synthesis.provenance.torch_file import Look, Named, TensorLook, look
+from parallel_synthesis.provenance.torch_file import ArrayLook, Look, TensorLook, look
 
 
 def looked(path: Path) -> Look:
@@ -52,10 +52,30 @@ def test_plain_values_and_tensors(tmp_path: Path) -> None:
     assert seen.value["bytes"] == TensorLook("U8", (7,))
 
 
-def test_numpy_states_of_the_reference_are_passed_over(tmp_path: Path) -> None:
-    seen = saved(tmp_path / "x.pt", {"numpy": np.random.RandomState(0).get_state(), "global_step": 7})
-    assert seen.problems == () and seen.value["global_step"] == 7
-    assert isinstance(seen.value["numpy"][1], Named)
+def test_numpy_values_are_read_without_numpy(tmp_path: Path) -> None:
+    value = {
+        "numpy": np.random.RandomState(0).get_state(),
+        "step": np.int64(-7),
+        "loss": np.float64(2.5),
+        "half": np.float32(1.5),
+        "flag": np.bool_(True),
+        "big": np.array([1], dtype=">u4")[0],
+        "matrix": np.zeros((2, 3), dtype=np.float64),
+    }
+    seen = saved(tmp_path / "x.pt", value)
+    assert seen.problems == ()
+    assert [seen.value[key] for key in ("step", "loss", "half", "flag", "big")] == [-7, 2.5, 1.5, True, 1]
+    assert seen.value["numpy"][0] == "MT19937" and seen.value["numpy"][1] == ArrayLook("u4", (624,))
+    assert seen.value["matrix"] == ArrayLook("f8", (2, 3))
+    odd = saved(tmp_path / "y.pt", {"a": np.array([{}], dtype=object), "b": np.array(["x"])})
+    assert any("something else than numbers" in problem for problem in odd.problems)
+    assert any("numpy values of type 'U1'" in problem for problem in odd.problems)
+
+
+def test_storages_of_tensors_are_told(tmp_path: Path) -> None:
+    one, two = torch.zeros(3), torch.ones(3)
+    seen = saved(tmp_path / "x.pt", {"a": one, "b": two, "view": two[1:]}).value
+    assert seen["b"].storage == seen["view"].storage != seen["a"].storage
 
 
 class Bomb:
@@ -95,6 +115,19 @@ def archive(path: Path, pickled: bytes, **storages: bytes) -> Path:
         (b"\x80\x02NNNs.", "fills"),
         (b"\x80\x02]]Ns.", "fills"),
         (b"\x80\x02NNQ.", "refers to something"),
+        (b"\x80\x02\x8b" + (2000).to_bytes(4, "little") + b"\x01" * 2000 + b".", "number of 15,993 bits"),
+        (b"\x80\x02N\x85q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00Ns.", "neither a text nor a number"),
+        # A mebibyte, and a hundred calls that each copy it.
+        (
+            b"\x80\x02X"
+            + (1 << 20).to_bytes(4, "little")
+            + b"a" * (1 << 20)
+            + b"q\x00X"
+            + b"\x06\0\0\0latin1q\x01c_codecs\nencode\nq\x02h\x00h\x01\x86q\x03"
+            + b"h\x02h\x03R" * 100
+            + b".",
+            "calls copy more",
+        ),
     ],
 )
 def test_forged_pickles(pickled: bytes, told: str, tmp_path: Path) -> None:
@@ -125,6 +158,32 @@ def test_what_is_no_torch_file(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x/data.pkl", b"N" * 10_000)
     assert "compressed" in looked(path).problems[0]
+
+
+def test_entries_that_are_not_of_torchs_writer(tmp_path: Path) -> None:
+    """A few bytes of zip can become any number of them, and what no tensor refers to is nobody's."""
+    path = tmp_path / "x.pt"
+    for name, told in (
+        ("x/bomb", "holds an entry 'x/bomb' of 33,554,432 bytes, which torch does not write"),
+        ("elsewhere", "holds an entry 'elsewhere' of"),
+        ("x/data/7", "its entry 'x/data/7' is compressed"),
+        ("x/.notes", "holds an entry 'x/.notes' of"),
+    ):
+        torch.save({"w": torch.zeros(4)}, path)
+        assert looked(path).problems == ()
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(name, bytes(1 << 25))
+        problems = looked(path).problems
+        assert any(told in problem for problem in problems), problems
+        assert any("more than the file" in problem for problem in problems)
+    torch.save({"w": torch.zeros(4)}, path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("x/data/9", b"1234")
+    assert looked(path).problems == ("holds data/9, which no tensor refers to",)
+    torch.save({"w": torch.zeros(4)}, path)
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as file:
+        file.writestr("x/data/0", bytes(16))
+    assert looked(path).problems == ("holds two entries 'x/data/0'",)
 
 
 @pytest.fixture(scope="module")

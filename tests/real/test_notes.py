@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +28,14 @@ ANSWERS = {
 def notes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     return importlib.import_module("notes")
+
+
+def test_a_model_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    command = [sys.executable, Path(__file__).parent / "smollm2.py", "--gguf", tmp_path / "nope.gguf"]
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nope.gguf: no such file" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_every_question_needs_two_notes_and_no_held_out_combination_is_trained(

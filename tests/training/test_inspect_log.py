@@ -420,5 +420,30 @@ def test_nothing_noise_and_a_huge_line_give_a_clear_word_in_bounded_memory(tmp_p
     huge = figures(tmp_path / "huge.log", update(1) + "x" * 10_000_000 + "\n" + update(2, "2.5"))
     assert (huge.updates, huge.loss) == (2, 2.0)
     assert noise(huge)["line too long"] == (2,)
+    assert (huge.lines, huge.unfinished_line) == (3, False)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 150  # MiB; the noise alone is 50
+
+
+def test_a_line_that_is_too_long_counts_once_and_only_when_it_has_an_end(tmp_path: Path) -> None:
+    whole = b"x" * 10_000_000 + b"\n"
+    alone = figures(tmp_path / "alone.log", whole)
+    assert (alone.lines, alone.bytes, alone.unfinished_line) == (1, len(whole), False)
+    assert noise(alone) == {"line too long": (1,)}
+    path = tmp_path / "grows.log"
+    path.write_bytes(whole[:6_000_000])
+    log = RunLog(path)
+    for more, lines, unfinished in (
+        (b"", 0, True),
+        (whole[6_000_000:-1], 0, True),
+        (b"\n" + update(1).encode(), 2, False),
+        (whole + update(2).encode(), 4, False),
+    ):
+        with path.open("ab") as file:
+            file.write(more)
+        log.update()
+        found = report(log)
+        assert (found.lines, found.unfinished_line) == (lines, unfinished)
+        assert found.bytes == (path.stat().st_size if not unfinished else 0)
+    assert noise(found) == {"line too long": (1, 3)}
+    assert (found.updates, found.last_step) == (2, 2)

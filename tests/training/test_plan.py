@@ -166,7 +166,7 @@ def test_extracts_that_are_not_the_end_of_their_context_are_told(config, tmp_pat
         file.write(json.dumps({"question": "q", "gold": "g", **contexts}) + "\n")
     (warning,) = plan(config(), cache=tmp_path / "cache").warnings
     assert warning.startswith(
-        "b: 1 branch in 1 row (first in line 7) whose extract is not the end of its context"
+        "b: 1 branch in 1 row has an extract that is not the end of its context (first in line 7). The end of"
     )
     assert plan(config("data.max_rows=6"), cache=tmp_path / "cache").warnings == ()
     (error,) = plan(config("data.max_rows=3"), cache=tmp_path / "cache").refused  # a start says the same

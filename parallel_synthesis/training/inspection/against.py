@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_synthesis.checkpoint.layout import RunPaths
-from parallel_synthesis.provenance import drift
-from parallel_synthesis.provenance.schema import load_json
+from parallel_synthesis.checkpoint.layout import (
+    ADAPTER_MODEL,
+    CACHE_MAPPER,
+    CHECKPOINT_META,
+    RunPaths,
+    newest_committed,
+)
+from parallel_synthesis.errors import ParallelSynthesisError
+from parallel_synthesis.provenance import drift, manifest
+from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.training.inspection.repeats import Version, difference, version
-from parallel_synthesis.training.inspection.run import find_log
+from parallel_synthesis.training.inspection.run import find_log, is_run
 from parallel_synthesis.training.inspection.runlog import RunLog
 
 
@@ -39,6 +46,8 @@ class SettingDifference:
 class Comparison:
     """compared: steps that both logs have; proven: those of them with equal digests. only_*: steps one log has alone.
 
+    same_start: both began with the same weights; None where the checkpoints do not tell. What they began from, where
+    it is not the same, is among the settings: `start` (the checkpoint) and `weights at step N`.
     differs: a step differs, or the logs do not end at the same step, or have no step in common.
     """
 
@@ -53,6 +62,7 @@ class Comparison:
     other_last_step: int
     only_one: int
     only_other: int
+    same_start: bool | None
     settings: tuple[SettingDifference, ...]
 
 
@@ -84,6 +94,8 @@ def compare(given: str, other: str) -> Comparison:
         else:
             proven += bool(one[1].proof and two[1].proof)
         one, two = next(left, None), next(right, None)
+    runs = Path(given).expanduser(), Path(other).expanduser()
+    begun = _start(runs[0]), _start(runs[1])
     return Comparison(
         one=logs[0].path,
         other=logs[1].path,
@@ -96,8 +108,66 @@ def compare(given: str, other: str) -> Comparison:
         other_last_step=logs[1].last_step,
         only_one=only_one,
         only_other=only_other,
-        settings=tuple(_settings(Path(given).expanduser(), Path(other).expanduser())),
+        same_start=_same_weights(*begun),
+        settings=(*_start_differences(*begun), *_settings(*runs)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """A run's oldest checkpoint. parents: what it was started from or goes on from; weights: file -> sha256."""
+
+    step: int
+    parents: Sequence[Mapping[str, Any]]
+    weights: Mapping[str, str]
+
+
+def _start(run: Path) -> _Start | None:
+    """What a run began with, by its oldest checkpoint; None for a bare log, and where no checkpoint tells."""
+    if not is_run(run):
+        return None
+    steps = newest_committed(run)
+    if not steps:
+        return None
+    step, place = steps[-1]
+    try:
+        files = manifest.listing(place).files
+        parents = load_json(place / CHECKPOINT_META, "checkpoint_meta").get("parents", [])
+        record = read_json(RunPaths(run).run_args) if RunPaths(run).run_args.is_file() else {}
+    except ParallelSynthesisError:  # damaged: that is for `ps verify` to say
+        return None
+    if record.get("continued_from") is not None:
+        parents = [record["continued_from"]]
+    weights = {name: files[name].sha256 or "" for name in (CACHE_MAPPER, ADAPTER_MODEL) if name in files}
+    return _Start(step=step, parents=parents, weights=weights)
+
+
+def _same_weights(one: _Start | None, other: _Start | None) -> bool | None:
+    if one is None or other is None or one.step != other.step:
+        return None
+    return one.weights == other.weights
+
+
+def _start_differences(one: _Start | None, other: _Start | None) -> Iterator[SettingDifference]:
+    if one is None or other is None:
+        return
+    same = _same_weights(one, other)
+    if [parent["components"] for parent in one.parents] != [parent["components"] for parent in other.parents]:
+        yield SettingDifference(name="start", one=_parents(one), other=_parents(other), kind=drift.DATA)
+    if same is False:
+        weights = [", ".join(_named(start.weights)) for start in (one, other)]
+        yield SettingDifference(
+            name=f"weights at step {one.step}", one=weights[0], other=weights[1], kind=drift.DATA
+        )
+
+
+def _parents(start: _Start) -> str:
+    told = [f"{parent['source']} ({', '.join(_named(parent['components']))})" for parent in start.parents]
+    return ", ".join(told) or "fresh weights"
+
+
+def _named(files: Mapping[str, str]) -> list[str]:
+    return [f"{name.rpartition('/')[2].partition('.')[0]} {sha256[:12]}" for name, sha256 in files.items()]
 
 
 def _steps(log: RunLog) -> Iterator[tuple[int, Version]]:

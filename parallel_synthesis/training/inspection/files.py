@@ -20,12 +20,13 @@ from parallel_synthesis.checkpoint.layout import (
     SUMMARY,
     TRAIN_LOG,
 )
-from parallel_synthesis.data.index import open_rows
+from parallel_synthesis.data.index import Loose, open_rows
 from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.tasks import TASKS, Task
 from parallel_synthesis.errors import CheckpointError
 from parallel_synthesis.provenance import manifest
 from parallel_synthesis.provenance.inside import Inside
+from parallel_synthesis.provenance.lineage import MERGE_META
 from parallel_synthesis.provenance.safetensors_header import DTYPE_BITS, read_header
 from parallel_synthesis.provenance.schema import load_json, read_json
 from parallel_synthesis.provenance.torch_file import TensorLook, look
@@ -47,14 +48,20 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """A checkpoint. files: path -> bytes. committed: it has a manifest; problems: sizes or names that do not fit it."""
+    """A checkpoint. source: as its user names it, a Hub id at its commit. files: path -> bytes. committed: it has a manifest; problems: sizes or names that do not fit it.
+
+    merge: of a merged one its checkpoint_merge_meta.json, else None; step and epoch are then None, for it is no step of
+    any run.
+    """
 
     path: Path
+    source: str
     step: int | None
     epoch: int | None
     recipe: str | None
     metrics: Mapping[str, Any]
     parents: tuple[Mapping[str, Any], ...]
+    merge: Mapping[str, Any] | None
     versions: Mapping[str, Any]
     committed: bool
     problems: tuple[str, ...]
@@ -68,9 +75,10 @@ class CheckpointReport:
     frozen_bytes: int
 
 
-def inspect_checkpoint(path: Path) -> CheckpointReport:
-    """What a checkpoint directory holds. CheckpointError where a component can not be read as what it should be."""
+def inspect_checkpoint(path: Path, *, source: str | None = None) -> CheckpointReport:
+    """What a checkpoint directory holds; source: what it is named otherwise (a Hub id). CheckpointError where a component can not be read as what it should be."""
     meta = load_json(path / CHECKPOINT_META, "checkpoint_meta") if (path / CHECKPOINT_META).is_file() else {}
+    merge = load_json(path / MERGE_META, "checkpoint_merge_meta") if (path / MERGE_META).is_file() else None
     files = {
         str(file.relative_to(path)): file.stat().st_size
         for file in sorted([*path.iterdir(), *(path / JUDGER_LORA).iterdir()])
@@ -86,11 +94,13 @@ def inspect_checkpoint(path: Path) -> CheckpointReport:
     frozen = [tensor for tensor in tensors if tensor.frozen]
     return CheckpointReport(
         path=path,
-        step=meta.get("global_step"),
-        epoch=meta.get("epoch"),
+        source=str(path) if source is None else source,
+        step=meta.get("global_step") if merge is None else None,
+        epoch=meta.get("epoch") if merge is None else None,
         recipe=meta.get("recipe"),
         metrics=meta.get("metrics") or {},
         parents=tuple(meta.get("parents", ())),
+        merge=merge,
         versions=meta.get("versions", {}),
         committed=committed,
         problems=tuple(problems),
@@ -151,7 +161,8 @@ def _mapper(path: Path) -> list[Tensor]:
 class DataReport:
     """A data file. branches, characters (of a row's contexts): least, median, most of `sampled` rows spread over it.
 
-    known_as: the file of the training-data manifest that it is.
+    known_as: the file of the training-data manifest that it is. loose: branches whose extract is not the end of its
+    context.
     """
 
     path: Path
@@ -164,6 +175,7 @@ class DataReport:
     unpacked_bytes: int | None
     unpacked_sha256: str | None
     known_as: str | None
+    loose: Loose
     sampled: int
     branches: tuple[int, int, int]
     characters: tuple[int, int, int]
@@ -193,6 +205,7 @@ def inspect_data(path: Path) -> DataReport:
             unpacked_bytes=file.unpacked_bytes,
             unpacked_sha256=file.unpacked_sha256,
             known_as=known,
+            loose=file.loose,
             sampled=len(rows),
             branches=_spread([len(row.contexts) for row in rows]),
             characters=_spread([sum(map(len, row.contexts)) for row in rows]),
