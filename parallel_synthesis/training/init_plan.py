@@ -1,4 +1,4 @@
-"""What a planned run would start from: is the checkpoint there, does it fit, has the backbone the LoRA's modules (no torch)?"""
+"""What a planned run starts from: is the checkpoint there, does it fit, are the LoRA's modules known (no torch)?"""
 
 from __future__ import annotations
 

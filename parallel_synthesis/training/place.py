@@ -1,4 +1,4 @@
-"""Does a training state stand where this run's shuffled order has that step? Seed, rows and length of an epoch (no torch)."""
+"""Does a training state stand where this run's shuffled order has that step? By seed, rows, epoch length (no torch)."""
 
 from __future__ import annotations
 
