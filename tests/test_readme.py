@@ -114,7 +114,8 @@ def test_the_exit_codes_are_those_of_the_table() -> None:
     from pscli import main
 
     codes = {main.DONE, main.CHECK_FAILED, main.REFUSED, main.UNEXPECTED, main.STOPPED, main.INTERRUPTED}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
+    (section,) = re.findall(r"^## Exit codes\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == codes
 
 
 def test_the_example_row_is_a_row(tmp_path: Path) -> None:
