@@ -56,3 +56,17 @@ def is_small(value: Any, *, depth: int = 4) -> bool:
             continue
         return False
     return seen <= _ITEMS
+
+
+def numpy_state(value: Any) -> Any:
+    """A numpy random state in its five fields, also where it was saved as get_state(legacy=False); else as it is."""
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        return value
+    inner = value["state"]
+    return (
+        value.get("bit_generator"),
+        inner.get("key"),
+        inner.get("pos"),
+        value.get("has_gauss"),
+        value.get("gauss"),
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel_synthesis.checkpoint.plain_values import shown
+from parallel_synthesis.checkpoint.plain_values import numpy_state, shown
 from parallel_synthesis.checkpoint.state import CHECKPOINT_VERSION, load_pt
 from parallel_synthesis.checkpoint.state_structure import rank_number
 from parallel_synthesis.errors import CheckpointError
@@ -142,18 +142,9 @@ def _streams(given: Any, rank: int) -> Any:
     if not isinstance(given, dict):
         return given
     streams = {name: given.get(name) for name in ("python", "numpy", "torch_cpu", "torch_cuda")}
-    python, numpy, cuda = streams["python"], streams["numpy"], streams["torch_cuda"]
+    python, numpy, cuda = streams["python"], numpy_state(streams["numpy"]), streams["torch_cuda"]
     if isinstance(python, list | tuple) and len(python) == 3:
         streams["python"] = (python[0], tuple(python[1]), python[2])
-    if isinstance(numpy, dict) and isinstance(numpy.get("state"), dict):  # get_state(legacy=False)
-        inner = numpy["state"]
-        numpy = (
-            numpy.get("bit_generator"),
-            inner.get("key"),
-            inner.get("pos"),
-            numpy.get("has_gauss"),
-            numpy.get("gauss"),
-        )
     if isinstance(numpy, list | tuple) and len(numpy) == 5:
         name, keys, position, has_gauss, cached = numpy
         streams["numpy"] = (name, keys, position, has_gauss, cached)

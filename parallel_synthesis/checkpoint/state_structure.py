@@ -11,7 +11,14 @@ from itertools import islice
 from typing import Any, TypeGuard
 
 from parallel_synthesis.checkpoint.moments import Trained, optimizer_problems
-from parallel_synthesis.checkpoint.plain_values import is_count, is_number, is_small, is_whole, shown
+from parallel_synthesis.checkpoint.plain_values import (
+    is_count,
+    is_number,
+    is_small,
+    is_whole,
+    numpy_state,
+    shown,
+)
 from parallel_synthesis.provenance.torch_file import ArrayLook, TensorLook
 
 VERSION = 2
@@ -272,15 +279,7 @@ def _is_python_state(value: Any) -> bool:
 
 
 def _is_numpy_state(value: Any) -> bool:
-    if isinstance(value, dict) and isinstance(value.get("state"), dict):  # get_state(legacy=False)
-        inner = value["state"]
-        value = (
-            value.get("bit_generator"),
-            inner.get("key"),
-            inner.get("pos"),
-            value.get("has_gauss"),
-            value.get("gauss"),
-        )
+    value = numpy_state(value)
     if not isinstance(value, list | tuple) or len(value) != 5:
         return False
     name, words, position, has_gauss, cached = value

@@ -27,8 +27,9 @@ from parallel_synthesis.recipe import Resolved, load_recipe, load_record
 from parallel_synthesis.resources import resource
 from parallel_synthesis.training.log import LogWriter, count_attempts
 from parallel_synthesis.training.origin import Origin, origin_of, run_around
-from parallel_synthesis.training.plan import missing_inputs, refuse_existing, with_canonical_tasks
+from parallel_synthesis.training.plan import missing_inputs, refuse_existing
 from parallel_synthesis.training.records import parent_record
+from parallel_synthesis.training.task_names import with_canonical_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

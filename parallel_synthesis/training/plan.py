@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +24,7 @@ from parallel_synthesis.checkpoint.layout import (
 from parallel_synthesis.config import Config
 from parallel_synthesis.data.manifests import manifest_entry
 from parallel_synthesis.data.order import Order
-from parallel_synthesis.data.tasks import TASKS, Task, canonical_name, find_task, task_path
+from parallel_synthesis.data.tasks import Task, find_task, task_path
 from parallel_synthesis.errors import (
     BackboneError,
     DataError,
@@ -37,7 +37,6 @@ from parallel_synthesis.model.source import find_source, looks_like_path
 from parallel_synthesis.resources import resolve_path
 from parallel_synthesis.training.extent import order_of, total_steps
 from parallel_synthesis.training.init_plan import InitPlan, look_at_init, unattached
-from parallel_synthesis.values import nearest
 
 if TYPE_CHECKING:
     from parallel_synthesis.data.index import Loose
@@ -127,51 +126,6 @@ class RankRows:
     rows: tuple[int, ...]
 
 
-def with_canonical_tasks(config: Config, listed: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """The config with every task under its one name, and the problems of its task names.
-
-    listed: the tasks that the recipe itself lists, of which the run may take fewer.
-    """
-    found = []
-    own = {canonical_name(name) for name in config.data.files}
-    names = tuple(canonical_name(name) for name in config.data.tasks)
-    for written in config.data.tasks:
-        try:
-            find_task(written, own=own)
-        except DataError as error:
-            found.append(str(error))
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        if not any(config.data.tasks.count(written) > 1 for written in config.data.tasks):
-            found.append(f"data.tasks names {name} more than once, by different names")
-    data = dataclasses.replace(config.data, tasks=names, files=_by_name(config.data.files))
-    evaluate = dataclasses.replace(config.evaluate, files=_by_name(config.evaluate.files))
-    if not found:  # beside a mistyped task the file of the one that was meant would be told of too
-        found += _mistyped_files(data.files, evaluate.files, [*names, *map(canonical_name, listed)])
-    return dataclasses.replace(config, data=data, evaluate=evaluate), found
-
-
-def _mistyped_files(
-    training: Mapping[str, str], held_out: Mapping[str, str], tasks: Sequence[str]
-) -> list[str]:
-    """Entries of data.files and evaluate.files that are no task's: the run would silently read another file, or none.
-
-    A shared recipe may name files of known tasks that a run does not take. A name that both tables have is no slip
-    either: so the held-out data of a task that is not trained on is named.
-    """
-    fine = {*tasks, *TASKS, *(training.keys() & held_out.keys())}
-    expected = f"; expected one of them ({', '.join(dict.fromkeys(tasks))}) or of the release's tasks"
-    return [
-        f"{table}.{name}: no such task in data.tasks{nearest(name, [*tasks, *TASKS]) or expected}"
-        for table, files in (("data.files", training), ("evaluate.files", held_out))
-        for name in files
-        if name not in fine
-    ]
-
-
-def _by_name(files: Mapping[str, str]) -> dict[str, str]:
-    return {canonical_name(name): path for name, path in files.items()}
-
-
 def missing_inputs(config: Config) -> list[str]:
     """Data files and a local backbone that are not there. Looks only; quick enough for every start."""
     found = []
@@ -207,7 +161,7 @@ def plan(
     """Plans a run. cache: where indices are kept (None: the usual place), only read. out: for its free space.
 
     init: the checkpoint to start from; CheckpointError when it is none, since a misspelt one is no plan. The config
-    has canonical task names (`with_canonical_tasks`). Nothing else that is missing is an error here.
+    has canonical task names (training/task_names.py). Nothing else that is missing is an error here.
     """
     shapes = read_shapes(config.backbone.model, config.backbone.revision) or {}
     start, unfit = look_at_init(init, config, shapes) if init is not None else (None, [])

@@ -261,7 +261,7 @@ def show_coverage(output: Output, given: str, *, sets: Sequence[str] = ()) -> No
     from parallel_synthesis.recipe import load_recipe, load_record
     from parallel_synthesis.training.inspection.run import is_run
     from parallel_synthesis.training.inspection.runlog import RunLog
-    from parallel_synthesis.training.plan import with_canonical_tasks
+    from parallel_synthesis.training.task_names import with_canonical_tasks
 
     path = Path(given).expanduser()
     log = None

@@ -204,7 +204,7 @@ def _take_order(
 ) -> None:
     """A new run from components alone, its data order begun after a completed step."""
     from parallel_synthesis.recipe import load_recipe
-    from parallel_synthesis.training.plan import with_canonical_tasks
+    from parallel_synthesis.training.task_names import with_canonical_tasks
 
     if out is None or recipe is None:
         raise ConfigError(["--order-from-step needs --out (the new run) and --recipe (what to train)"])

@@ -21,7 +21,7 @@ from pscli.output import Output, table
 
 
 def _canonical(config: Config, listed: Sequence[str]) -> tuple[Config, list[str]]:
-    from parallel_synthesis.training.plan import with_canonical_tasks
+    from parallel_synthesis.training.task_names import with_canonical_tasks
 
     return with_canonical_tasks(config, listed)
 

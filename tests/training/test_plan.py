@@ -20,8 +20,8 @@ from parallel_synthesis.training.plan import (
     plan,
     refuse_existing,
     rows_at,
-    with_canonical_tasks,
 )
+from parallel_synthesis.training.task_names import with_canonical_tasks
 
 ROWS = {"a": 13, "b": 6}
 
@@ -213,6 +213,11 @@ def test_task_names(tmp_path):
     for sets, expected in [
         (["data.tasks=flann"], "did you mean flan"),
         (["data.tasks=lmsys,lmsys_chat"], "more than once, by different names"),
+        (["data.files.LMSYS=x", "data.files.lmsys_chat=y"], r"data\.files names lmsys_chat more than once"),
+        (
+            ["evaluate.files.2wiki=x", "evaluate.files.2WIKI=x"],
+            r"evaluate\.files names 2wiki_multihopqa more",
+        ),
         (
             ["data.files.wildchatt=x"],
             r"data\.files\.wildchatt: no such task in data\.tasks; did you mean wildchat\?",
