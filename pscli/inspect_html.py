@@ -262,7 +262,7 @@ def _plots(log: LogReport) -> str:
             steps,
             {reason: [float(point.skips.get(reason, 0)) for point in log.curve] for reason in reasons},
             marks=marks,
-            note="ranks' skips",
+            note="batches",
             stacked=True,
         ),
         lines("Seconds per step", steps, {"seconds": [p.seconds_per_step for p in log.curve]}, marks=marks),

@@ -39,6 +39,7 @@ def lines(
     # Only here: --html is the one option that pays for the plotting library.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     known = {name: ys for name, ys in values.items() if any(y is not None for y in ys)}
     if not known or not steps:
@@ -80,7 +81,10 @@ def lines(
         axes.set_axisbelow(True)
         axes.tick_params(colors=INK, which="both", length=2)
         axes.xaxis.set_major_formatter(lambda value, _place: f"{value:,.0f}")
-        if not log_scale:
+        if log_scale:  # 7, not 7 × 10⁰
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter())
+        else:
             axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,.6g}")
         for side, spine in axes.spines.items():
             spine.set_visible(side in ("left", "bottom"))
